@@ -90,7 +90,7 @@ FORMED = [event(5.9, "driver.host_added", host=f"local-{number}", slots=1) for n
 WORLD = ["local-1/0/1", "local-2/0/1"]
 STORY = sorted([
     *({**one, "workers": WORLD} if one["event"] == "driver.generation_formed" else one
-      for one in RUN), *[one | {"time": 0.9} for one in FORMED],
+      for one in RUN), *[one | {"time": 1.0} for one in FORMED],
     event(9.85, "driver.generation_formed", generation=2, size=1, hosts=["local-1"],
           workers=WORLD[:1], reason="death"),
     event(9.95, "worker.pause_ended", generation=2, step=2, duration_s=0.4, noticing_s=0.1,
@@ -119,10 +119,46 @@ def test_the_trace_has_all_of_the_run(tmp_path: Path) -> None:
     assert of(seen, "worker local-2/0/1") == [
         (1.0, 5.0, "boots"), (5.0, 5.0, "ready"), (5.0, 9.6, "in the world")]
     assert of(seen, "worker local-1/0/1")[-1] == (5.0, 12.0, "in the world")
-    assert of(seen, "host local-1") == [(0.9, 25.0, "on the list")]
+    assert of(seen, "host local-1") == [(1.0, 12.0, "on the list")]
     assert seen["host local-2"][0].marks == ["driver.host_added", "driver.worker_gone"]
     assert seen["workers"][0].counts == [2, 2, 0, 2, 0]
     assert len(seen["samples/s"][0].counts) == len(seen["loss"][0].counts) == 6
+
+
+def test_nothing_of_an_attempt_goes_on_when_its_driver_was_killed(tmp_path: Path) -> None:
+    """Its host, its worker, its generation and itself end with its last event; the run is started
+    again on another host two days later."""
+    def attempt(number: int, begins: float) -> list[Event]:
+        host, worker = f"h-{number}", f"h-{number}/0/{number}"
+        return [event(begins, "run.started", attempt=number, options={}),
+                event(begins, "attempt.started", attempt=number),
+                event(begins, "driver.host_added", attempt=number, host=host, slots=1),
+                event(begins, "driver.worker_started", attempt=number, host=host, worker=worker,
+                      pid=number, slot=0),
+                event(begins + 4, "driver.worker_ready", attempt=number, worker=worker, boot_s=4.0),
+                event(begins + 5, "driver.generation_formed", attempt=number, generation=1, size=1,
+                      hosts=[host], workers=[worker], reason="start"),
+                generation(begins + 5, 1, 2 * number - 2, "fresh", 0.0, attempt=number),
+                step(begins + 6, 2 * number - 2, attempt=number),
+                step(begins + 7, 2 * number - 1, attempt=number)]
+
+    later = 172_800.0
+    seen = viewed(written(tmp_path, [*attempt(1, 0.0), *attempt(2, later)]))
+    assert of(seen, "attempts") == [(0.0, 7.0, "attempt 1"), (later, later + 7, "attempt 2")]
+    assert [end for _, end, _ in of(seen, "generations")] == [7.0, later + 7]
+    assert of(seen, "host h-1") == [(0.0, 7.0, "on the list")]
+    assert of(seen, "worker h-1/0/1")[-1] == (5.0, 7.0, "in the world")
+    assert of(seen, "worker h-2/0/2")[-1] == (later + 5, later + 7, "in the world")
+
+
+def test_the_commits_of_horovods_own_style_are_steps(tmp_path: Path) -> None:
+    """They have no samples and no loss, so the trace has steps a second."""
+    commits = [event(7.0 + at / 2, "worker.commit_kept", step=at, commit_s=0.5)
+               for at in range(10)]
+    seen = viewed(written(tmp_path, [*RUN[:8], *commits]))
+    assert len(seen["steps"][0].slices) == 10
+    assert seen["steps/s"][0].counts == [2.0] * 10
+    assert "loss" not in seen and "samples/s" not in seen
 
 
 def test_the_parts_of_a_pause_are_inside_it(tmp_path: Path) -> None:

@@ -101,9 +101,27 @@ def test_a_collector_that_stays_away_is_named(
 
 
 def test_an_attempt_that_was_cut_short_ends_with_an_error() -> None:
-    """The next one ends it: its supervisor was killed."""
+    """At its last event, and not when the run is started again two days later: its supervisor was
+    killed. What the next supervisor logs before it starts the run is no event of it."""
+    later = 2 * 86_400.0
+    for name in ("run.started", "attempt.started"):
+        spans = Spans()
+        found = [span for item in [*STORY[:14], event(later - 5, "run.host_not_reached", host="a"),
+                                   event(later, name, attempt=2, options={})]
+                 for span in spans.take(item)]
+        last = STORY[13]["time"]
+        assert [(span.name, span.end, bool(span.error)) for span in found] == [
+            ("generation", last, False), ("attempt", last, True)]
+
+
+@pytest.mark.parametrize("name", ["run.given_up", "run.stopped"])
+def test_the_export_ends_with_the_run_when_its_last_attempt_failed(
+        name: str, tmp_path: Path, collector: Collector) -> None:
+    """A failed attempt alone is no end: another may follow."""
+    failed = [*RUN[:-1], event(16.0, "attempt.ended", verdict="failed", attempt=2)]
     spans = Spans()
-    found = [span for item in [*STORY[:14], event(20.0, "attempt.started", attempt=2)]
-             for span in spans.take(item)]
-    assert [(span.name, span.end, bool(span.error)) for span in found] == [
-        ("generation", 20.0, False), ("attempt", 20.0, True)]
+    for item in failed:
+        list(spans.take(item))
+    assert not spans.is_over
+    write(tmp_path, [*failed, event(17.0, name, attempt=2)])
+    assert main(["watch", str(tmp_path), "--otel"]) == 0

@@ -24,7 +24,8 @@ _LATE = "run.host_not_reached"
 def ends_run(event: Mapping[str, Any]) -> bool:
     """True if no attempt follows, until the run is started again."""
     name = event["event"]
-    return name == "run.not_retried" or name == "attempt.ended" and event.get("verdict") in FINAL
+    return name in ("run.given_up", "run.stopped") or (
+        name == "attempt.ended" and event.get("verdict") in FINAL)
 
 
 class Lifetime:

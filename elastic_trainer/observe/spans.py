@@ -9,7 +9,9 @@ What always holds:
    killed and started again, sends the same spans and no others.
 2. A generation is a child of its attempt, a checkpoint one of its generation, an attempt a root.
    The spans of a run are one trace.
-3. A collector that does not answer changes nothing in the run. The spans wait, at most
+3. An attempt whose driver and supervisor were killed ends at its last event. The span is sent when
+   the run is started again.
+4. A collector that does not answer changes nothing in the run. The spans wait, at most
    MOST_WAITING of them; what is dropped then is said at the end.
 
 Endpoint, headers and time-outs are those of OpenTelemetry's own variables
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.observe.lifetime import BEGINS, Lifetime, ends_run
 from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.observe.segments import Reader
 from elastic_trainer.observe.versions import versions
@@ -84,6 +87,7 @@ class Spans:
         self.run, self.trace = "", ""
         """The run's name, and what identifies its log."""
         self.is_over = False
+        self._life = Lifetime()
         self._attempt: Open | None = None
         self._generation: Open | None = None
 
@@ -92,15 +96,18 @@ class Spans:
         self.run = self.run or str(event.get("run") or "")
         self.trace = self.trace or f"{self.run} {event['time']}"
         try:
+            self._life.take(event)
+            self.is_over = ends_run(event) or self.is_over and event["event"] not in BEGINS
             yield from self._taken(event, float(event["time"]))
         except UNREADABLE:
             return
 
     def _taken(self, event: Event, now: float) -> Iterator[Span]:
         match event["event"]:
+            case "run.started":
+                yield from self._end(self._life.before, "it ended without an event")
             case "attempt.started":
-                yield from self._end(now, "it ended without an event")
-                self.is_over = False
+                yield from self._end(self._life.before, "it ended without an event")
                 self._attempt = Open("attempt", f"attempt {now}", "", now,
                                      {"attempt": int(event["attempt"])})
             case "attempt.ended":
@@ -109,7 +116,6 @@ class Spans:
                     self._attempt.facts["verdict"] = verdict
                 failed = verdict not in ("finished", "interrupted")
                 yield from self._end(now, verdict if failed else "")
-                self.is_over = verdict in ("finished", "interrupted", "user_error")
             case "worker.generation_started":
                 key = f"{self._parent()} generation {event['generation']}"
                 if self._generation is None or self._generation.key != key:
@@ -118,7 +124,7 @@ class Spans:
                         "generation", key, self._parent(), now,
                         {"generation": int(event["generation"]), "workers": int(event["size"]),
                          "first_step": int(event["step"]), "source": str(event["source"])})
-            case "worker.step_committed" if self._generation:
+            case "worker.step_committed" | "worker.commit_kept" if self._generation:
                 self._generation.facts["last_step"] = int(event["step"])
             case "state.checkpoint_published":
                 parent = self._generation.key if self._generation else self._parent()

@@ -13,12 +13,15 @@ What always holds:
    their number, mean and loss. Beyond MAX_SPAN_BYTES of timelines, each k-th step keeps its spans,
    the same steps on all workers. Beyond MAX_MARKS, further marks are left out and counted.
 3. A worker has one slice for all generations in a row of which it is a member.
+4. What goes on ends with its attempt at the latest: the next one lists its hosts and starts its
+   workers anew. An attempt whose driver was killed ends at its last event.
 
 What it does not do: correct clocks. Times are those of the events and spans.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,6 +33,7 @@ from elastic_trainer.observe import phases
 from elastic_trainer.observe.event_kind import PAUSE_PARTS, Level
 from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.history import History
+from elastic_trainer.observe.lifetime import BEGINS, Lifetime
 from elastic_trainer.observe.perfetto import Facts, Slice, TraceFile, laned
 from elastic_trainer.observe.schema import UNREADABLE
 from elastic_trainer.observe.sentences import filled
@@ -91,6 +95,9 @@ class Tracks:
         self.steps, self.samples = array("q"), array("q")
         self.firsts: list[int] = []
         """The places in these arrays at which a generation begins."""
+        self.unit = "samples/s"
+        """Of the rates. Horovod's own style logs commits without samples and loss: "steps/s"."""
+        self.life = Lifetime()
         self.now = 0
 
     def through(self, events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
@@ -103,16 +110,19 @@ class Tracks:
         """Take one more event."""
         name = event["event"]
         self.now = max(self.now, nanoseconds(float(event["time"])))
-        if name == "worker.step_committed":
+        if name in ("worker.step_committed", "worker.commit_kept"):
             if not event.get("repeated"):
                 self._step(event)
             return
+        self.life.take(event)
         if name.startswith("driver."):
             self._driver(name, event)
-        elif name.startswith("attempt."):
-            begins = name == "attempt.started"
-            self.attempts.become(self.now, f"attempt {event['attempt']}" if begins else "")
-            self._end_world()
+        elif name in BEGINS:
+            self._end_attempt(self.life.before)
+            if name == "attempt.started":
+                self.attempts.become(self.now, f"attempt {event['attempt']}")
+        elif name == "attempt.ended":
+            self._end_attempt(float(event["time"]))
         elif name == "worker.generation_started":
             self._generation(event)
         elif name == "worker.pause_ended":
@@ -128,20 +138,33 @@ class Tracks:
 
     def close(self) -> None:
         """End what is open at the end of the log."""
-        for host in self.hosts.values():
-            for lane in (host.lane, *host.workers.values()):
-                lane.become(self.now, "")
-        self._end_world()
-        self.attempts.become(self.now, "")
+        self._end_attempt(self.now / 1e9)
 
     # --- the run --------------------------------------------------------------------------------
 
+    def _end_attempt(self, time: float) -> None:
+        """End what an attempt has left open. `time`: of its last event."""
+        at = nanoseconds(time) if math.isfinite(time) else self.now
+        for host in self.hosts.values():
+            for lane in (host.lane, *host.workers.values()):
+                lane.become(at, "")
+        self.members = frozenset()
+        if self.generations.open:
+            self.generations.become(at, "")
+            self.sizes.append((at, 0))
+        self.attempts.become(at, "")
+
     def _step(self, event: Mapping[str, Any]) -> None:
-        self.ends.append(float(event["time"]))
-        self.seconds.append(float(event.get("step_s") or 0.0))
-        self.losses.append(float(event["loss"]))
+        is_commit = event["event"] == "worker.commit_kept"
+        if not self.ends:
+            self.unit = "steps/s" if is_commit else "samples/s"
+        time = float(event["time"])
+        self.life.end = max(self.life.end, time)
+        self.ends.append(time)
+        self.seconds.append(float(event.get("commit_s" if is_commit else "step_s") or 0.0))
+        self.losses.append(math.nan if is_commit else float(event["loss"]))
         self.steps.append(int(event["step"]))
-        self.samples.append(int(event["samples"]))
+        self.samples.append(1 if is_commit else int(event["samples"]))
 
     def _generation(self, event: Mapping[str, Any]) -> None:
         size = int(event["size"])
@@ -150,11 +173,6 @@ class Tracks:
                                 source=event["source"])
         self.firsts.append(len(self.ends))
         self.sizes.append((self.now, size))
-
-    def _end_world(self) -> None:
-        if self.generations.open:
-            self.generations.become(self.now, "")
-            self.sizes.append((self.now, 0))
 
     def _pause(self, event: Mapping[str, Any]) -> None:
         start = self.now - nanoseconds(float(event["duration_s"]))
@@ -260,7 +278,7 @@ def _write_run(trace: TraceFile, tracks: Tracks, history: History) -> int:
     workers = trace.track("workers", root, unit="")
     for at, size in tracks.sizes:
         trace.count(workers, at, size)
-    for name in ("samples/s", "loss"):
+    for name in (tracks.unit, *(["loss"] if tracks.unit == "samples/s" else [])):
         counter = trace.track(name, root, unit="")
         for one in slices:
             value = one.facts[name]
@@ -281,8 +299,8 @@ def steps_of(tracks: Tracks, at_most: int) -> Iterator[Slice]:
             facts: dict[str, object] = {
                 "step": tracks.steps[low], "last step": tracks.steps[high - 1],
                 "steps": high - low, "mean s": total_s / (high - low),
-                "samples/s": samples / total_s if total_s else None,
-                "loss": tracks.losses[high - 1]}
+                tracks.unit: samples / total_s if total_s else None,
+                "loss": tracks.losses[high - 1] if tracks.unit == "samples/s" else None}
             yield Slice(nanoseconds(start), nanoseconds(busy), "step" if high - low == 1 else
                         "steps", facts)
 
