@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from folds import past_of
@@ -31,6 +33,8 @@ from elastic_trainer.launch.attempts import (
     supervise,
 )
 from elastic_trainer.observe.events import Events, read_events
+from elastic_trainer.observe.spans import Spans
+from elastic_trainer.observe.status import Status, fold
 
 EXIT_CODES = st.integers(-64, 255)
 OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in
@@ -336,6 +340,55 @@ else:
     ended = [e["exit_code"] for e in read_events(tmp_path / "run") if e["event"] == "attempt.ended"]
     assert ended == [-signal.SIGKILL, EXIT_USER_ERROR]
     assert gone.exists() and not early.exists()
+
+
+KILLS_ITS_DRIVER = "os.kill(os.getppid(), 9)"
+
+
+def test_the_log_says_that_the_supervisor_has_given_up(
+        tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last attempt without progress. So `watch` and the export of spans end."""
+    monkeypatch.setattr("elastic_trainer.launch.attempts.MAX_BACK_OFF_S", 0.01)
+    with open(tmp_path / "output", "wb") as output:
+        assert supervise(tmp_path / "run", ONE_HOST, script(tmp_path, KILLS_ITS_DRIVER), {},
+                         output) == 1
+    logged = read_events(tmp_path / "run")
+    ended = [e["verdict"] for e in logged if e["event"] == "attempt.ended"]
+    assert ended == ["failed"] * MAX_ATTEMPTS_WITHOUT_PROGRESS
+    assert logged[-1]["event"] == "run.given_up"
+    assert is_over_after(logged[:-1]) == ("restarting", False)
+    assert is_over_after(logged) == ("failed", True)
+
+
+def test_the_log_says_that_the_run_was_stopped_between_two_attempts(
+        tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt before had failed, and its end does not tell of the stop."""
+    run_dir = tmp_path / "run"
+
+    def stop() -> None:
+        wait_for("end of the attempt", lambda: any(
+            e["event"] == "attempt.ended" for e in read_events(run_dir)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with open(tmp_path / "output", "wb") as output:
+        assert supervise(run_dir, ONE_HOST, script(tmp_path, KILLS_ITS_DRIVER), {},
+                         output) == EXIT_INTERRUPTED
+    thread.join()
+    logged = read_events(run_dir)
+    assert [e["event"] for e in logged][-2:] == ["attempt.ended", "run.stopped"]
+    assert is_over_after(logged) == ("interrupted", True)
+
+
+def is_over_after(events: list[dict[str, Any]]) -> tuple[str, bool]:
+    """Return the phase that `watch` shows, and whether the export of spans ends."""
+    status, spans = Status(), Spans()
+    for event in events:
+        status = fold(status, event)
+        list(spans.take(event))
+    assert status.is_over == spans.is_over
+    return status.phase, spans.is_over
 
 
 def orphan(run_dir: Path, seconds: float) -> subprocess.Popen[bytes]:

@@ -287,7 +287,7 @@ def test_a_world_of_no_workers_is_drawn_until_the_next_one() -> None:
 def test_a_run_that_is_over_ends_with_its_last_event() -> None:
     """Who stops it, or what is logged later, does not stretch the picture."""
     for name, verdict in (("attempt.ended", "interrupted"), ("attempt.ended", "user_error"),
-                          ("run.not_retried", "failed")):
+                          ("run.given_up", ""), ("run.stopped", "")):
         _, root = drawn([*ALL_DIE, {"event": name, "time": 40.0, "attempt": 1, "verdict": verdict},
                          {"event": "discovery.cloud_unavailable", "time": 9e6}])
         assert [text for text in texts(root) if re.fullmatch(r"\d+ [smhd]", text)][-1] == "40 s"

@@ -130,11 +130,14 @@ class Supervisor:
             attempt += 1
             following = self._attempt(attempt)
             if following.exit_code is not None:
+                if following.verdict == "failed":
+                    self.events.emit("run.given_up", attempt=attempt)
                 return following.exit_code
             deadline = time.monotonic() + following.delay_s
             while time.monotonic() < deadline and not self.is_stopped:
                 time.sleep(0.1)
             if self.is_stopped:
+                self.events.emit("run.stopped", attempt=attempt)
                 return EXIT_INTERRUPTED
 
     def _stop(self, number: int, frame: Any) -> None:

@@ -1,6 +1,6 @@
 """All events: the one table in which they are declared.
 
-fleet_events (standbys, discovery) → here → schema (checks) → events (emission), report, verify,
+run_events, stall_events, fleet_events → here → schema (checks) → events (emission), report, verify,
 watch, the supervisor, docs/events.md, the tests
 
 What always holds:
@@ -9,7 +9,7 @@ What always holds:
 2. A name is an interface: alerts and scripts of users read it. So a name stays, also where a
    standard term has replaced a part of it (`stranger`: an unauthenticated client).
 
-To add an event: emit it with a literal name, declare it here or in fleet_events.py, and run
+To add an event: emit it with a literal name, declare it here or in *_events.py, and run
 `python -m elastic_trainer.observe.events_page docs/events.md`.
 """
 
@@ -46,6 +46,7 @@ from elastic_trainer.observe.fields import (
     reads,
 )
 from elastic_trainer.observe.fleet_events import DISCOVERY, REHEARSAL, STANDBYS
+from elastic_trainer.observe.run_events import RUN, VERDICT
 from elastic_trainer.observe.stall_events import STALLS
 
 DETAIL, INFO, WARNING, ERROR = Level
@@ -55,40 +56,6 @@ COMMON = (*reads(event=NAME, time=TIME), *may_read(attempt=ATTEMPT, run=NAME, wo
 """Fields of every event. A worker with a place writes generation, rank and size of the world."""
 _STEP = reads(attempt=ATTEMPT, step=STEP)
 _WORKER = reads(worker=NAME, host=HOST, pid=PID)
-_VERDICT = one_of("finished", "failed", "user_error", "interrupted")
-
-_RUN = (
-    EventKind("run.started", INFO, "A person, or the service, has started the run or resumed it.",
-              (*has(options=OBJECT), *may_read(versions=OBJECT)), "run {run} started",
-              Phase.STOPPED),
-    EventKind(
-        "attempt.started", INFO,
-        "The supervisor starts the driver. `counted_by` names the process that logs the progress "
-        "of the attempt.", (*reads(attempt=ATTEMPT), *may_read(counted_by=NAME)),
-        "attempt {attempt} started", Phase.RESTARTING),
-    EventKind("attempt.ended",
-              INFO,
-              "The driver has ended.",
-              (*reads(attempt=ATTEMPT, verdict=_VERDICT), *may_read(exit_code=EXIT_CODE)),
-              "attempt {attempt} ended: {verdict:words}",
-              Phase.RESTARTING,
-              remedy="failed: the next attempt starts by itself, with back-off. After 5 attempts "
-              "without progress the run ends; read the events before."),
-    EventKind("run.host_not_reached",
-              WARNING,
-              "The supervisor could not end the workers of an earlier attempt on this host.",
-              has(host=HOST, reason=TEXT),
-              "host {host}: the supervisor could not end old workers: {reason}",
-              remedy="Look at the host. An old worker finds no driver and ends by itself."),
-    EventKind("run.finished", INFO, "All steps are done, and the result is durable.",
-              (*reads(attempt=ATTEMPT, steps=STEP, samples=SAMPLES, weights_sha256=NAME),
-               *may_read(loss=NUMBER, planned_steps=STEP)),
-              sentences.run_finished, Phase.TRAINING),
-    EventKind("run.finished_early", INFO,
-              "The user's code has asked to finish the run before its planned steps are done.",
-              has(steps=STEP, planned_steps=STEP, reason=TEXT),
-              "the user's code finished the run after {steps} of {planned_steps} steps: {reason}"),
-)
 
 _JOB = (
     EventKind(
@@ -226,7 +193,7 @@ _DRIVER = (
         "the driver refused {refused:#connection} from {address}: {reason}",
         remedy="Close the port to that address."),
     EventKind(
-        "driver.stopped", INFO, "The driver ends the attempt.", has(verdict=_VERDICT, detail=TEXT),
+        "driver.stopped", INFO, "The driver ends the attempt.", has(verdict=VERDICT, detail=TEXT),
         sentences.driver_stopped),
 )
 
@@ -237,7 +204,7 @@ _WORKERS = (
     EventKind("worker.left", DETAIL, "The worker leaves the world, as the driver asked."),
     EventKind(
         "worker.stopped", INFO, "The worker ends because the run is over.",
-        has(verdict=_VERDICT, detail=TEXT)),
+        has(verdict=VERDICT, detail=TEXT)),
     EventKind(
         "worker.failed", ERROR,
         "The user's code raised, or called sys.exit. The run ends on all ranks.", has(error=TEXT),
@@ -442,7 +409,7 @@ _CHECKPOINTS = (
 )
 
 GROUPS = {
-    "The run and its attempts": _RUN, "The job": _JOB, "Hosts and workers": _HOSTS_AND_WORKERS,
+    "The run and its attempts": RUN, "The job": _JOB, "Hosts and workers": _HOSTS_AND_WORKERS,
     "The driver": _DRIVER, "Steps that stand still": STALLS, "A worker": _WORKERS,
     "The world": _WORLD, "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS,
     "The discovery": DISCOVERY, "A rehearsal": REHEARSAL}

@@ -158,6 +158,14 @@ def _attempt_ended(status: Status, event: Event) -> Status:
                    members=())
 
 
+def _given_up(status: Status, event: Event) -> Status:
+    return replace(status, phase="failed")
+
+
+def _stopped(status: Status, event: Event) -> Status:
+    return replace(status, phase="interrupted")
+
+
 def _host_added(status: Status, event: Event) -> Status:
     host = str(event["host"])
     return replace(status, listed=status.listed | {host}, noticed=status.noticed - {host},
@@ -273,6 +281,8 @@ _FOLDS: dict[str, Callable[[Status, Event], Status]] = {
     "run.started": _run_started,
     "attempt.started": _attempt_started,
     "attempt.ended": _attempt_ended,
+    "run.given_up": _given_up,
+    "run.stopped": _stopped,
     "driver.host_added": _host_added,
     "driver.host_removed": _host_removed,
     "rehearsal.host_noticed": _host_noticed,
