@@ -345,7 +345,7 @@ else:
 KILLS_ITS_DRIVER = "os.kill(os.getppid(), 9)"
 
 
-def test_the_log_says_that_the_supervisor_has_given_up(
+def test_a_supervisor_that_gives_up_logs_it(
         tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last attempt without progress. So `watch` and the export of spans end."""
     monkeypatch.setattr("elastic_trainer.launch.attempts.MAX_BACK_OFF_S", 0.01)
@@ -360,7 +360,7 @@ def test_the_log_says_that_the_supervisor_has_given_up(
     assert is_over_after(logged) == ("failed", True)
 
 
-def test_the_log_says_that_the_run_was_stopped_between_two_attempts(
+def test_a_stop_between_two_attempts_is_logged(
         tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The attempt before had failed, and its end does not tell of the stop."""
     run_dir = tmp_path / "run"
