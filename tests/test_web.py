@@ -235,6 +235,23 @@ def test_the_network_of_the_browser_is_blocked(tmp_path: Path, browser: Any) -> 
         assert page_in(browser, 400, "dark").goto(server.url).status == 200
 
 
+def test_a_browser_follows_two_servers_with_tokens_at_once(tmp_path: Path, browser: Any) -> None:
+    """It keeps the cookies of both: ports of one machine share them."""
+    write(tmp_path, STORY[:12])
+    context = browser.new_context()
+    with served(tmp_path, bind="0.0.0.0:0") as one, served(tmp_path, bind="0.0.0.0:0") as two:
+        pages = []
+        for server in (one, two):
+            shown = context.new_page()
+            shown.goto(f"http://127.0.0.1:{server.server_port}/?token={server.token}")
+            pages.append(shown)
+        write(tmp_path, STORY)
+        for shown in pages:
+            shown.wait_for_selector("#figures :text-is('finished')")
+            assert shown.locator("#state").inner_text() == "follows the run"
+    context.close()
+
+
 def test_a_page_follows_a_server_that_is_started_again(tmp_path: Path, browser: Any) -> None:
     """Between two polls another run is served on the same port: the page becomes that run's. Then
     the log cannot be read, the server shows other runs, or there is none: the page says so."""
