@@ -56,6 +56,12 @@ class ConfigError(ValueError):
     """A mistake of the user. The text names the key and a value that works."""
 
 
+def unusable(run_dir: Path, error: OSError) -> ConfigError:
+    """Return what to raise if a run's folder cannot be made or read."""
+    return ConfigError(f"{run_dir} cannot be a run's folder: {error.strerror} ({error.filename}). "
+                       f"Name a folder that can be written (--runs-dir), and a short name (--run).")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Limits:
     """The engine's time limits that depend on the job or the network, in seconds

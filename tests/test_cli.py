@@ -298,6 +298,15 @@ def test_an_error_is_shown_when_hosts_cannot_be(tmp_path: Path, capsys: pytest.C
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(("folder", "run"), [("file", "x"), ("runs", "x" * 300)])
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_starts(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], folder: str, run: str) -> None:
+    """A file has its name, or the name is too long."""
+    (tmp_path / "file").write_text("")
+    assert main(["run", "--runs-dir", str(tmp_path / folder), "--run", run, "--", "true"]) == 2
+    assert "cannot be a run's folder" in capsys.readouterr().err
+
+
 def test_a_host_has_one_slot_when_its_item_names_none() -> None:
     """As horovodrun does it."""
     assert static_hosts("a,b:2", None) == {"a": 1, "b": 2}

@@ -10,7 +10,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from elastic_trainer.config import ConfigError
+from elastic_trainer.config import ConfigError, unusable
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.host.terminal import terminal_of
@@ -30,6 +30,10 @@ def run(argv: list[str]) -> int:
     from elastic_trainer.launch.local_s3 import local_s3
 
     wanted = parse_run(argv)
+    try:
+        make_folder(wanted.run_dir)
+    except OSError as error:
+        raise unusable(wanted.run_dir, error) from error
     if wanted.reduce:
         os.environ["ELASTIC_TRAINER_REDUCE"] = wanted.reduce
     os.environ["ELASTIC_TRAINER_MIXED_HARDWARE"] = wanted.mixed_hardware
@@ -62,7 +66,6 @@ def _train(wanted: Run, horovodrun_options: list[str]) -> int:
           f"with the same command and --run {run_dir.name}", flush=True)
     watch = Watch(run_dir)
     log_path = run_dir / "output.log"
-    make_folder(run_dir)
     with open(log_path, "a", opener=private) as log:
         if is_demo:
             watch.start()

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError
+from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError, unusable
 from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
 from elastic_trainer.observe.segments import EVENTS_FILE
@@ -174,17 +174,10 @@ def require_new(run_dir: Path) -> None:
         try:
             is_there = log.exists() and log.stat().st_size  # 0: the launcher has refused to start
         except OSError as error:
-            raise unusable(folder, error) from error
+            raise unusable(Path(shown(folder)), error) from error
         if is_there:
             raise ConfigError(f"There is a run {shown(folder)}, and a rehearsal begins with new "
                               f"ones. Use another name (--run).")
-
-
-def unusable(run_dir: Path, error: OSError) -> ConfigError:
-    """Return what to raise if a run's folder cannot be made or read."""
-    return ConfigError(f"{shown(run_dir)} cannot be a run's folder: {error.strerror} "
-                       f"({error.filename}). Name a folder that can be written (--runs-dir), and "
-                       f"a short name (--run).")
 
 
 def check(options: argparse.Namespace, others: Sequence[str], command: Sequence[str]) -> None:
@@ -261,7 +254,7 @@ def rehearse(wanted: Rehearsal) -> int:
     try:
         stage = Stage(run_dir, wanted.hosts)
     except OSError as error:
-        raise unusable(run_dir, error) from error
+        raise unusable(Path(shown(run_dir)), error) from error
     print(f"rehearsal {run_dir.name}: {wanted.source} on {len(wanted.hosts)} local hosts, "
           f"{wanted.speed:g} times as fast; the run is in {shown(run_dir)}. Stop it with Ctrl-C",
           flush=True)
