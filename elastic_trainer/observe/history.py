@@ -92,11 +92,13 @@ class History:
 
     def read(self, event: Event) -> None:
         """Take one more event."""
-        self.clock.read(event, self.now)
+        if event["time"] < self.now:
+            self.clock.read(event, self.now)
         self.before, self.now = self.now, max(self.now, float(event["time"]))
         if math.isinf(self.before):
             self.books.until = self.accounts.until = self.now
-        self.run = self.run or str(event.get("run", ""))
+        if not self.run:
+            self.run = str(event.get("run", ""))
         self.standstills.read(event, self.now)
         if reader := _READERS.get(event["event"]):
             reader(self, event)
@@ -203,7 +205,7 @@ class History:
         self._pause(self.now, float(event["duration_s"]), event)
 
     def _step_committed(self, event: Event) -> None:
-        if not event.get("repeated"):
+        if self.open_pauses and not event.get("repeated"):
             self._close_pauses()
         step, step_s = int(event["step"]), float(event.get("step_s") or 0.0)
         if step not in self.kept:

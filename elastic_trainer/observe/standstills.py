@@ -33,11 +33,13 @@ class Standstills:
 
     def read(self, event: Mapping[str, Any], now: float) -> None:
         """Take one more event."""
-        match event["event"]:
-            case "worker.step_committed":
-                if self._ended is not None:
-                    self.longest_step_s = max(self.longest_step_s, now - self._ended)
-                self._ended = now
+        name = event["event"]
+        if name == "worker.step_committed":
+            if self._ended is not None and now - self._ended > self.longest_step_s:
+                self.longest_step_s = now - self._ended
+            self._ended = now
+            return
+        match name:
             case "driver.step_stalled":
                 self.count += 1
                 self.longest_s = max(self.longest_s, float(event["stood_s"]))
@@ -46,7 +48,7 @@ class Standstills:
             case "driver.straggler_found":
                 own_s, peers_s = float(event["own_s"]), float(event["peers_s"])
                 self.slow[str(event["host"])] = own_s / peers_s if peers_s > 0 else math.inf
-        if event["event"] in _BREAKS:
+        if name in _BREAKS:
             self._ended = None
 
     def facts(self) -> dict[str, Any]:

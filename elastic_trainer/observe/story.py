@@ -89,8 +89,7 @@ class Story:
 
     def take(self, event: Event) -> None:
         """Take one more event."""
-        kind = KINDS.get(event["event"])
-        if kind is None:
+        if (name := event["event"]) in _UNTOLD or (kind := KINDS.get(name)) is None:
             return
         try:
             if reader := _READERS.get(kind.name):
@@ -149,3 +148,6 @@ _READERS = {
     "worker.pause_ended": Story._pause_ended,
     "state.checkpoint_published": Story._published,
 }
+_UNTOLD = frozenset(kind.name for kind in KINDS.values()
+                    if kind.level is Level.DETAIL and kind.name not in _READERS)
+"""Nearly all events of a log: the steps."""
