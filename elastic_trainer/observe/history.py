@@ -92,13 +92,11 @@ class History:
 
     def read(self, event: Event) -> None:
         """Take one more event."""
-        if event["time"] < self.now:
-            self.clock.read(event, self.now)
+        self.clock.read(event, self.now)
         self.before, self.now = self.now, max(self.now, float(event["time"]))
         if math.isinf(self.before):
             self.books.until = self.accounts.until = self.now
-        if not self.run:
-            self.run = str(event.get("run", ""))
+        self.run = self.run or str(event.get("run", ""))
         self.standstills.read(event, self.now)
         if reader := _READERS.get(event["event"]):
             reader(self, event)
