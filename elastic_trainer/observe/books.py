@@ -50,6 +50,11 @@ class Books:
             found[phase] += end - start
         return found
 
+    def share(self, useful_s: float, *without: Phase) -> float | None:
+        """Return `useful_s` by the booked time without some phases; None if that is 0 s."""
+        time_s = sum(s for phase, s in self.seconds().items() if phase not in without)
+        return min(1.0, useful_s / time_s) if time_s > 0 else None
+
     def copy(self, *, is_drawn: bool) -> Books:
         """Return a copy; without `is_drawn` it has only the last period, and the same sums."""
         found = Books()

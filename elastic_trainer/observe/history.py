@@ -124,12 +124,11 @@ class History:
         found.close()
         return found
 
-    def goodput(self, without: Sequence[Phase] = (Phase.BOOTING, Phase.STOPPED)) -> float | None:
-        """Return the time of the kept steps, by the time so far without some phases; None before
-        the first step. Without Phase.STOPPED alone it is the ETTR."""
-        seconds = self.closed(is_drawn=False).books.seconds()
-        time_s = sum(s for phase, s in seconds.items() if phase not in without)
-        return min(1.0, self.useful_s / time_s) if time_s > 0 else None
+    def goodput(self) -> float | None:
+        """Return the time of the kept steps, by the time so far since the first world; None before
+        the first step."""
+        books = self.closed(is_drawn=False).books
+        return books.share(self.useful_s, Phase.BOOTING, Phase.STOPPED)
 
     def _run_started(self, event: Event) -> None:
         self.invocations += 1

@@ -40,6 +40,10 @@ class Lifetime:
         self.stops: list[tuple[float, float]] = []
         """Start and end of the time between two invocations."""
 
+    def step(self, time: float) -> None:
+        """Take the end of a step: nearly all events of a log, of a run that goes on."""
+        self.end = max(self.end, time)
+
     def take(self, event: Mapping[str, Any]) -> None:
         """Take one more event."""
         name, self.before = event["event"], self.end

@@ -79,7 +79,7 @@ def result_of(history: History) -> dict[str, Any]:
 
 def figures_of(history: History) -> dict[str, Any]:
     """Return the content of result.json without its hosts: it costs the same for any log."""
-    newest = history.kept.get(history.next - 1)
+    newest, share = history.kept.get(history.next - 1), history.books.share
     samples, loss = history.samples, newest[1] if newest and history.samples else None
     books = {f"{phase.value}_s": seconds for phase, seconds in history.books.seconds().items()}
     wall_s = sum(books.values())
@@ -96,8 +96,8 @@ def figures_of(history: History) -> dict[str, Any]:
         "steps_redone": len(history.redone) + history.rolled_back,
         "steps_rolled_back": history.rolled_back,
         "wall_s": round(wall_s, 3),
-        "goodput": round(history.goodput() or 0.0, 4),
-        "ettr": round(history.goodput(without=[Phase.STOPPED]) or 0.0, 4),
+        "goodput": round(share(history.useful_s, Phase.BOOTING, Phase.STOPPED) or 0.0, 4),
+        "ettr": round(share(history.useful_s, Phase.STOPPED) or 0.0, 4),
         **_failures(history, books["restarting_s"]),
         "books": {key: round(seconds, 3) for key, seconds in books.items()},
         "host_seconds": _named(history.accounts.totals()),

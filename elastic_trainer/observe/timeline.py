@@ -111,7 +111,7 @@ class Timeline:
         self._times.append(time)
         self._seconds.append(float(seconds or 0.0))
         self._samples.append(samples)
-        self._life.end = max(self._life.end, time)
+        self._life.step(time)
 
     def _begin_world(self, event: Mapping[str, Any]) -> None:
         before, self._size = self._size, int(event["size"])

@@ -159,7 +159,7 @@ class Tracks:
         if not self.ends:
             self.unit = "steps/s" if is_commit else "samples/s"
         time = float(event["time"])
-        self.life.end = max(self.life.end, time)
+        self.life.step(time)
         self.ends.append(time)
         self.seconds.append(float(event.get("commit_s" if is_commit else "step_s") or 0.0))
         self.losses.append(math.nan if is_commit else float(event["loss"]))
