@@ -27,6 +27,7 @@ POINTS = ("boot", "world.place_taken", "world.init_entered", "world.init_left",
           "world.transfer_started", "world.transfer_ended", "world.generation_entered",
           "step.computed", "step.prepared", "step.voted", "step.applied", "data", "batch",
           "evaluate")
+LINGER_S = 10.0
 RELEASED = "released"
 """A test lets those go who are held when it makes this file in its folder."""
 
@@ -69,6 +70,15 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as it travels in the environment."""
         return json.dumps(self.faults)
+
+
+def linger(folder: Path, seconds: float = LINGER_S) -> None:
+    """Wait until the test has seen what it waits for (Cluster.finish), at most so long. A job whose
+    last steps linger does not end before a newcomer that boots on a busy machine has joined.
+    """
+    deadline = time.monotonic() + seconds
+    while not (folder / "hurry").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 class Injector:

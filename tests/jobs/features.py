@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from faults import Injector  # noqa: E402
+from faults import Injector, linger  # noqa: E402
 
 injector = None
 if "ELASTIC_TEST_PLAN" in os.environ:
@@ -49,7 +49,8 @@ parser.add_argument("--step-s",
                     type=float,
                     default=0.0,
                     help="each sample batch takes so long to read, at least, "
-                    "until there is a file named hurry in the test's folder")
+                    "until there is a file named hurry in the test's folder; the last 10 "
+                    "steps wait for it")
 parser.add_argument("--plain",
                     action="store_true",
                     help="train without elastic-trainer, each batch in one piece")
@@ -188,6 +189,12 @@ def after_step(step: int) -> None:
     model.last.requires_grad_(counter.steps < 4 * PHASE_STEPS)
 
 
+def wait_at_the_end(event: str, facts: dict[str, Any]) -> None:
+    """Let the last steps of a slow run wait for its test."""
+    if event == "step.computed" and options.step_s and facts["step"] >= options.steps - 10:
+        linger(hurry.parent)
+
+
 def complain(event: str, facts: dict[str, Any]) -> None:
     """Hear an event as a listener with a bug does."""
     if event == "worker.step_committed" and facts["step"] % 20 == 7:
@@ -246,7 +253,7 @@ else:
                    clip_norm=1.0,
                    on_nan="skip",
                    checkpoint_every=20,
-                   listeners=[*([injector] if injector else []), complain])
+                   listeners=[*([injector] if injector else []), wait_at_the_end, complain])
     print("loss", result.loss)
     print("weights", result.weights_sha256)
 print("parameters", parameters_sha256())

@@ -23,7 +23,7 @@ import quick_boot  # noqa: F401
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
-from faults import Injector
+from faults import Injector, linger
 
 from elastic_trainer import ElasticState
 
@@ -205,7 +205,10 @@ def pair():
             state.warm = True
             state.commit()
         while state.iter < count:
-            wait_a_little()
+            if state.iter < count - 10:
+                wait_a_little()
+            else:
+                linger(FOLDER)
             generator = torch.Generator().manual_seed(1000 * state.iter + hvd.rank())
             for model, optimizer in ((models[0], first), (models[1], second)):
                 optimizer.zero_grad()
