@@ -494,7 +494,7 @@ def test_the_suggested_limit_leaves_what_ended_by_itself_in_peace() -> None:
                                                      "stood_s": 390.0}, 399.0), (step, 400.0),
                        (hang, 800.0), ({"event": "worker.generation_started"}, 9000.0),
                        (step, 9001.0)):
-        found.read(event, now)
+        found.step(now) if event is step else found.read(event)
     assert found.facts()["stalls"] == {"count": 2, "longest_s": 390.0, "suggested_hang_s": 1200}
 
 

@@ -23,7 +23,7 @@ from rich.console import Console, ConsoleDimensions
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.observe import keys
-from elastic_trainer.observe.history import History
+from elastic_trainer.observe.history import History, goodput_of
 from elastic_trainer.observe.host_rows import bounded, host_rows
 from elastic_trainer.observe.mark import PHASES
 from elastic_trainer.observe.now import NOW_FILE, Now, NowReader, WorkerNow
@@ -166,8 +166,8 @@ def test_the_goodput_is_that_of_the_report() -> None:
     history = History()
     for event in log():
         history.read(event)
-    assert history.goodput() == pytest.approx(summarize(log())["goodput"])
-    assert history.goodput() is not None and History().goodput() is None
+    assert goodput_of(history) == pytest.approx(summarize(log())["goodput"])
+    assert goodput_of(history) is not None and goodput_of(History()) is None
 
 
 def test_only_yes_kills_and_each_worker_can_be_chosen() -> None:

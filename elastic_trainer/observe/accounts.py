@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from elastic_trainer.observe.ledger import SHORT_S, Account, Lane, Ledger, Part
+from elastic_trainer.observe.ledger import NO_SECONDS, SHORT_S, Account, Lane, Ledger, Part
 
 
 @dataclass
@@ -63,7 +63,7 @@ class Life:
     since: float = 0.0
     mark: dict[Account, float] = field(default_factory=dict)
     """What the ledger had of this part then."""
-    seconds: dict[Account, float] = field(default_factory=lambda: dict.fromkeys(Account, 0.0))
+    seconds: dict[Account, float] = field(default_factory=NO_SECONDS.copy)
     periods: list[tuple[Part, float, float]] = field(default_factory=list)
 
     def leave(self, ledger: Ledger, now: float) -> None:
@@ -105,8 +105,8 @@ class Accounts:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.crews: dict[str, Crew] = {}
-        self.lives: dict[str, Life] = {}
+        self.crews = defaultdict[str, Crew](Crew)
+        self.lives = defaultdict[str, Life](Life)
         self._open: dict[str, Life] = {}
         """The lives that have not ended."""
         self.until = math.inf
@@ -130,7 +130,7 @@ class Accounts:
             self._advance(run, change.time)
             self._end_steps()
             self._slots += change.slots
-            life = self.lives.setdefault(change.host, Life())
+            life = self.lives[change.host]
             if change.is_cut:
                 life.part = None
             life.enter(change.part, self.ledger, self.until)
@@ -143,7 +143,8 @@ class Accounts:
         """Book a finished step, and before it the time behind the last one."""
         gap_s = until - step_s - self.until
         if not self._waiting and 0.0 <= gap_s < SHORT_S and not checkpoint_s:  # nearly all steps
-            self._steps_from = min(self._steps_from, self.until)
+            if self.until < self._steps_from:
+                self._steps_from = self.until
             self._in_steps[Account.IDLE] += gap_s
             self._in_steps[Account.USEFUL] += step_s
             self.until = until
@@ -193,7 +194,7 @@ class Accounts:
             lost[world] = lost.get(world, 0.0) + seconds
         for world, seconds in lost.items():
             for host in self._worlds[world][1] if world >= 0 else ():
-                booked = self.lives.setdefault(host, Life()).seconds
+                booked = self.lives[host].seconds
                 moved = min(seconds, booked[Account.USEFUL])
                 for seconds_of in (booked, self.ledger.taken):
                     seconds_of[Account.USEFUL] -= moved
@@ -205,23 +206,23 @@ class Accounts:
 
     def list_host(self, host: str, slots: int, now: float) -> None:
         """Take a host of the discovery's list; 0 slots: it is listed no longer."""
-        crew = self.crews.setdefault(host, Crew())
+        crew = self.crews[host]
         self._has_list = True
         more, crew.slots, crew.is_doubtful = slots - crew.slots, slots, False
         self._change(host, now, more)
 
     def start_worker(self, worker: str, host: str, now: float) -> None:
-        self.crews.setdefault(host, Crew()).booting.add(worker)
+        self.crews[host].booting.add(worker)
         self._change(host, now)
 
     def ready_worker(self, worker: str, host: str, now: float) -> None:
-        crew = self.crews.setdefault(host, Crew())
+        crew = self.crews[host]
         crew.forget(worker)
         crew.ready.add(worker)
         self._change(host, now)
 
     def end_worker(self, worker: str, host: str, now: float) -> None:
-        self.crews.setdefault(host, Crew()).forget(worker)
+        self.crews[host].forget(worker)
         self._change(host, now)
 
     def form(self, members: Mapping[str, str], now: float) -> None:
@@ -234,7 +235,7 @@ class Accounts:
             crew.ready |= crew.members
             crew.members, crew.spares = set(), set()
         for worker, host in members.items():
-            crew = self.crews.setdefault(host, Crew())
+            crew = self.crews[host]
             crew.forget(worker)
             crew.members.add(worker)
             if worker in spares:
@@ -272,10 +273,10 @@ class Accounts:
         """
         found = copy(self)
         found.ledger, found._in_steps = self.ledger.copy(is_drawn=is_drawn), dict(self._in_steps)
-        found.crews, found._waiting = dict(self.crews), self._waiting.copy()
+        found.crews, found._waiting = self.crews.copy(), self._waiting.copy()
         changing = {*self._open, *(change.host for change in self._waiting)}
         copies = {host: self.lives[host].copy() for host in changing if host in self.lives}
-        found.lives = {**self.lives, **copies}
+        found.lives = defaultdict(Life, {**self.lives, **copies})
         found._open = {host: found.lives[host] for host in self._open}
         return found
 
@@ -288,7 +289,7 @@ class Accounts:
         if part is None:
             del self.crews[host]  # each machine of a cloud has a name of its own: there are many
         before = next((change.part for change in reversed(self._waiting) if change.host == host),
-                      self.lives.setdefault(host, Life()).part)
+                      self.lives[host].part)
         if part is not before or slots:
             self._wait(Change(now, host, part, slots))
 

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
 from elastic_trainer.observe.event_kind import Phase
 
+Period = tuple[Phase, float, float]
+"""Phase, start, end."""
 SET_BACK_S = 60.0
 """Events of several hosts may be out of order by less: their clocks differ."""
 
@@ -24,29 +27,38 @@ class Books:
     """The periods of a run's wall time, one after another."""
 
     def __init__(self) -> None:
-        self.periods: list[tuple[Phase, float, float]] = []
-        """Phase, start, end. Neighbours have different phases."""
         self.until = math.inf
         """The books are written up to here."""
+        self._past: list[Period] = []
         self._before = dict.fromkeys(Phase, 0.0)
-        """The seconds of all periods but the last one."""
+        """The seconds of the past periods."""
+        self._phase: Phase | None = None
+        self._since = 0.0
+        """The last period, which goes on."""
 
     def book(self, phase: Phase, until: float) -> None:
         """Book the time since the last booking as `phase`."""
         if until <= self.until:
             return
-        last, start, end = self.periods[-1] if self.periods else (phase, self.until, self.until)
-        if self.periods and last is phase:
-            self.periods[-1] = phase, start, until
-        else:
-            self._before[last] += end - start
-            self.periods.append((phase, self.until, until))
+        if phase is not self._phase:
+            for period in self._last():
+                self._past.append(period)
+                self._before[period[0]] += period[2] - period[1]
+            self._phase, self._since = phase, self.until
         self.until = until
+
+    @property
+    def periods(self) -> list[Period]:
+        """All periods. Neighbours have different phases."""
+        return [*self._past, *self._last()]
+
+    def _last(self) -> list[Period]:
+        return [] if self._phase is None else [(self._phase, self._since, self.until)]
 
     def seconds(self) -> dict[Phase, float]:
         """Return the seconds of each phase."""
         found = dict(self._before)
-        for phase, start, end in self.periods[-1:]:
+        for phase, start, end in self._last():
             found[phase] += end - start
         return found
 
@@ -57,9 +69,8 @@ class Books:
 
     def copy(self, *, is_drawn: bool) -> Books:
         """Return a copy; without `is_drawn` it has only the last period, and the same sums."""
-        found = Books()
-        found.periods = self.periods[:] if is_drawn else self.periods[-1:]
-        found.until, found._before = self.until, dict(self._before)
+        found = copy(self)
+        found._past, found._before = self._past[:] if is_drawn else [], dict(self._before)
         return found
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from xml.etree.ElementTree import Element, SubElement
 
 from elastic_trainer.observe.accounts import Accounts
@@ -88,16 +89,14 @@ def loss_chart(kept: StepTable) -> Element | None:
 
 def _columns(kept: StepTable) -> list[tuple[float, float, float, float]]:
     """Return the steps of each column: their middle, and their lowest, highest and mean loss."""
-    steps = list(kept.steps())
-    size = max(1, math.ceil(len(steps) / COLUMNS))
-    found = []
-    for at in range(0, len(steps), size):
-        part = steps[at : at + size]
-        losses = [row[1] for step in part if (row := kept.get(step)) and math.isfinite(row[1])]
+    size = max(1, math.ceil(len(kept) / COLUMNS))
+    found, rows = [], kept.items()
+    while part := list(islice(rows, size)):
+        losses = [row[1] for _, row in part if math.isfinite(row[1])]
         if losses:
             low, high = min(losses), max(losses)
             mean = sum(loss / len(losses) for loss in losses)  # it may round to one beside them
-            found.append(((part[0] + part[-1]) / 2, low, high, min(max(mean, low), high)))
+            found.append(((part[0][0] + part[-1][0]) / 2, low, high, min(max(mean, low), high)))
     return found
 
 

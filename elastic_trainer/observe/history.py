@@ -92,13 +92,18 @@ class History:
 
     def read(self, event: Event) -> None:
         """Take one more event."""
-        self.clock.read(event, self.now)
-        self.before, self.now = self.now, max(self.now, float(event["time"]))
-        if math.isinf(self.before):
+        time, self.before = float(event["time"]), self.now
+        if time > self.now:
+            self.now = time
+        else:
+            self.clock.read(event, self.now)
+        if self.before < 0.0:  # the first event
             self.books.until = self.accounts.until = self.now
-        self.run = self.run or str(event.get("run", ""))
-        self.standstills.read(event, self.now)
-        if reader := _READERS.get(event["event"]):
+        if not self.run:
+            self.run = str(event.get("run", ""))
+        if (name := event["event"]) != "worker.step_committed":
+            self.standstills.read(event)
+        if reader := _READERS.get(name):
             reader(self, event)
 
     def close(self) -> None:
@@ -123,12 +128,6 @@ class History:
         found.pauses, found.open_pauses = self.pauses[:], self.open_pauses[:]
         found.close()
         return found
-
-    def goodput(self) -> float | None:
-        """Return the time of the kept steps, by the time so far since the first world; None before
-        the first step."""
-        books = self.closed(is_drawn=False).books
-        return books.share(self.useful_s, Phase.BOOTING, Phase.STOPPED)
 
     def _run_started(self, event: Event) -> None:
         self.invocations += 1
@@ -177,7 +176,7 @@ class History:
     def _drop_steps(self, first: int) -> None:
         """Take back the steps that a start from a checkpoint has dropped."""
         dropped, since = dict[int, float](), math.inf
-        for step in list(self.kept.steps(first)):
+        for step in list(self.kept.steps(first)) if first < self.next else ():
             samples, _, step_s, time = self.kept.pop(step) or (0, 0.0, 0.0, math.inf)
             self.samples, self.useful_s = self.samples - int(samples), self.useful_s - step_s
             dropped[step], since = step_s, min(since, time - step_s)
@@ -204,23 +203,26 @@ class History:
     def _step_committed(self, event: Event) -> None:
         if self.open_pauses and not event.get("repeated"):
             self._close_pauses()
-        step, step_s = int(event["step"]), float(event.get("step_s") or 0.0)
-        if step not in self.kept:
-            self._keep(step, int(event["samples"]), float(event["loss"]), step_s)
+        self.standstills.step(self.now)
+        step_s = float(event.get("step_s") or 0.0)
+        self._keep(int(event["step"]), int(event["samples"]), float(event["loss"]), step_s)
         if not self.open_pauses:
             self._book_step(step_s, float(event.get("checkpoint_s") or 0.0))
 
     def _commit_kept(self, event: Event) -> None:
         """Take a commit of a script in Horovod's own style: it says nothing of samples or loss."""
-        if (step := int(event["step"])) not in self.kept:
-            self._keep(step, 0, math.nan, float(event["commit_s"]))
+        commit_s = float(event["commit_s"])
+        self._keep(int(event["step"]), 0, math.nan, commit_s)
         if not self.open_pauses:
-            self._book_step(float(event["commit_s"]), 0.0)
+            self._book_step(commit_s, 0.0)
 
     def _keep(self, step: int, samples: int, loss: float, step_s: float) -> None:
-        self.kept[step] = (samples, loss, step_s, self.now)
-        self.next = max(self.next, step + 1)
-        self.samples, self.useful_s = self.samples + samples, self.useful_s + step_s
+        """Keep a step, unless its line has come before."""
+        if self.kept.add(step, (samples, loss, step_s, self.now)):
+            self.samples += samples
+            self.useful_s += step_s
+            if step >= self.next:
+                self.next = step + 1
 
     def _book_step(self, step_s: float, checkpoint_s: float) -> None:
         self.is_redoing = False
@@ -249,9 +251,6 @@ class History:
         reason = str(event.get("reason"))
         if reason in ENDINGS and ENDINGS[reason].is_lost:
             self.lost[reason] += 1
-
-    def _host_added(self, event: Event) -> None:
-        self.accounts.list_host(event["host"], int(event["slots"]), self.now)
 
     def _pause(self, end: float, seconds: float, parts: Event | None = None) -> None:
         self.pauses.append(round(seconds, 3))
@@ -297,7 +296,8 @@ _READERS: dict[str, Callable[[History, Event], None]] = {
     "attempt.started": History._attempt_started,
     "attempt.ended": History._attempt_ended,
     "discovery.host_in": lambda history, event: history.fleet.take_machine(event),
-    "driver.host_added": History._host_added,
+    "driver.host_added": lambda history, event: history.accounts.list_host(
+        event["host"], int(event["slots"]), history.now),
     "driver.host_removed": lambda history, event: history.accounts.list_host(
         event["host"], 0, history.now),
     "driver.generation_formed": History._generation_formed,
@@ -332,6 +332,13 @@ def history_of(events: Iterable[Event]) -> History:
             history.read(through)
     history.close()
     return history
+
+
+def goodput_of(history: History) -> float | None:
+    """Return the time of the kept steps, by the time so far since the first world; None before the
+    first step."""
+    books = history.closed(is_drawn=False).books
+    return books.share(history.useful_s, Phase.BOOTING, Phase.STOPPED)
 
 
 class UntilFinished:

@@ -53,6 +53,7 @@ class Part(Enum):
     """It is listed, and no worker of it is ready."""
 
 
+NO_SECONDS = dict.fromkeys(Account, 0.0)
 STEPPING = (Account.USEFUL, Account.REDONE, Account.CHECKPOINT, Account.IDLE)
 FORMING = (Account.NOTICING, Account.FORMING, Account.TRANSFER)
 Lane = list[tuple[Account, float, float]]
@@ -78,9 +79,9 @@ class Ledger:
     """The run's seconds so far by part and account, and what a host of each part did and when."""
 
     def __init__(self) -> None:
-        self.seconds = {part: dict.fromkeys(Account, 0.0) for part in Part}
+        self.seconds = {part: NO_SECONDS.copy() for part in Part}
         self.lanes: dict[Part, Lane] = {part: [] for part in Part}
-        self.taken = dict.fromkeys(Account, 0.0)
+        self.taken = NO_SECONDS.copy()
         """What all hosts together have taken."""
 
     def add(self, run: Account, seconds: float, has_capacity: bool) -> None:

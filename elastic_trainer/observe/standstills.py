@@ -14,8 +14,6 @@ from typing import Any
 
 LEAST_HANG_S, TIMES = 60.0, 3.0
 """The suggested `hang_s` is TIMES the longest time between two steps, and at least LEAST_HANG_S."""
-_BREAKS = ("worker.generation_started", "run.started", "attempt.started")
-"""Events behind which the time until the next step is no usual one."""
 
 
 @dataclass
@@ -31,15 +29,15 @@ class Standstills:
     also if it stood still: what ended by itself was no hang."""
     _ended: float | None = None
 
-    def read(self, event: Mapping[str, Any], now: float) -> None:
+    def step(self, now: float) -> None:
+        """Take the end of a step."""
+        if self._ended is not None and now - self._ended > self.longest_step_s:
+            self.longest_step_s = now - self._ended
+        self._ended = now
+
+    def read(self, event: Mapping[str, Any]) -> None:
         """Take one more event."""
-        name = event["event"]
-        if name == "worker.step_committed":
-            if self._ended is not None and now - self._ended > self.longest_step_s:
-                self.longest_step_s = now - self._ended
-            self._ended = now
-            return
-        match name:
+        match event["event"]:
             case "driver.step_stalled":
                 self.count += 1
                 self.longest_s = max(self.longest_s, float(event["stood_s"]))
@@ -48,8 +46,8 @@ class Standstills:
             case "driver.straggler_found":
                 own_s, peers_s = float(event["own_s"]), float(event["peers_s"])
                 self.slow[str(event["host"])] = own_s / peers_s if peers_s > 0 else math.inf
-        if name in _BREAKS:
-            self._ended = None
+            case "worker.generation_started" | "run.started" | "attempt.started":
+                self._ended = None  # the time until the next step is no usual one
 
     def facts(self) -> dict[str, Any]:
         """Return the fields of result.json; none if there was nothing.

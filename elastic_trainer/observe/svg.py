@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
@@ -100,10 +101,12 @@ class Axis:
     def elapsed(self, time: float) -> float:
         """Return the seconds on the axis at a time."""
         time = min(max(time, self.start), self.end)
-        cut = sum(max(0.0, min(time, end) - start) for start, end in self.stops)
+        cut = 0.0
+        for start, end in self.stops:
+            cut += max(0.0, min(time, end) - start)
         return time - self.start - cut
 
-    @property
+    @cached_property
     def length_s(self) -> float:
         return max(self.elapsed(self.end), 1e-6)
 

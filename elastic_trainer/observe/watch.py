@@ -34,7 +34,7 @@ from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.observe import keys
-from elastic_trainer.observe.history import History, UntilFinished
+from elastic_trainer.observe.history import History, UntilFinished, goodput_of
 from elastic_trainer.observe.host_rows import (
     PHASE,
     HostRow,
@@ -332,7 +332,7 @@ class FullWatch(Watch):
 
     def picture(self) -> Panel:
         dialog = self.dialog
-        self.goodput, self.now = self._history.goodput(), self._now_reader.read()
+        self.goodput, self.now = goodput_of(self._history), self._now_reader.read()
         picture = view(self, time.time())
         self._shown = dialog
         return picture
