@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import signal
 import subprocess
@@ -74,7 +75,7 @@ class Plan:
 
 def linger(folder: Path, seconds: float = LINGER_S) -> None:
     """Wait until the test has seen what it waits for (Cluster.finish), at most so long. A job whose
-    last steps linger does not end before a newcomer that boots on a busy machine has joined.
+    last steps linger does not end before a newcomer on a busy machine has booted and joined.
     """
     deadline = time.monotonic() + seconds
     while not (folder / "hurry").exists() and time.monotonic() < deadline:
@@ -88,13 +89,22 @@ class Injector:
         self.faults, self.folder = json.loads(plan), folder
         self.tensors: dict[str, Callable[[], Any]] = {}
         """What the job lets a fault change: a name → what returns the tensor."""
+        self.lingers_from = math.inf
+        """The step from which each step lingers."""
 
     @property
     def host(self) -> str:
         """This worker's host; a standby gets one when it gets its place."""
         return os.environ.get("HOROVOD_HOSTNAME", "")
 
+    def linger_at_the_end(self, steps: int, pause_s: float) -> None:
+        """Let the last 10 of the steps linger, if the job pauses between steps for its test."""
+        if pause_s >= 0.05:
+            self.lingers_from = steps - 10
+
     def __call__(self, point: str, facts: dict[str, Any]) -> None:
+        if point == "step.computed" and facts["step"] >= self.lingers_from:
+            linger(self.folder)
         for fault in self.faults:
             if fault["at"] == point and self._is_due(fault, facts) and self._claim(fault, facts):
                 self._do(fault["do"])

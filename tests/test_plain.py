@@ -36,7 +36,7 @@ def test_leaves_at_a_step_boundary_when_terminated_under_plain_horovodrun(
         tmp_path: Path, twin_of: Callable[..., str]) -> None:
     """SIGTERM is a wish to leave there, too: no step breaks, the others go on, and the bits are the
     same."""
-    job = ("--steps", "40", "--step-s", "0.1")
+    job = ("--steps", "80", "--step-s", "0.04")
     plan = Plan().add("terminate", host="127.1", at="step.prepared", step=12)
     env = os.environ | {"ELASTIC_TEST_PLAN": plan.to_json(), "ELASTIC_TEST_FOLDER": str(tmp_path),
                         "ELASTIC_TRAINER_RUN_DIR": str(tmp_path / "run")}

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from faults import Injector, linger  # noqa: E402
+from faults import Injector  # noqa: E402
 
 injector = None
 if "ELASTIC_TEST_PLAN" in os.environ:
@@ -49,13 +49,15 @@ parser.add_argument("--step-s",
                     type=float,
                     default=0.0,
                     help="each sample batch takes so long to read, at least, "
-                    "until there is a file named hurry in the test's folder; the last 10 "
-                    "steps wait for it")
+                    "until there is a file named hurry in the test's folder; from 0.05 s on the "
+                    "last 10 steps wait for it")
 parser.add_argument("--plain",
                     action="store_true",
                     help="train without elastic-trainer, each batch in one piece")
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
+if injector:
+    injector.linger_at_the_end(options.steps, options.step_s)
 SIZE, BATCH, SEED = 971, 64, 3  # the last batch of an epoch has 11 samples, for 8 shards
 NOT_A_NUMBER = 500
 PHASE_STEPS = max(1, options.steps // 6)
@@ -189,12 +191,6 @@ def after_step(step: int) -> None:
     model.last.requires_grad_(counter.steps < 4 * PHASE_STEPS)
 
 
-def wait_at_the_end(event: str, facts: dict[str, Any]) -> None:
-    """Let the last steps of a slow run wait for its test."""
-    if event == "step.computed" and options.step_s and facts["step"] >= options.steps - 10:
-        linger(hurry.parent)
-
-
 def complain(event: str, facts: dict[str, Any]) -> None:
     """Hear an event as a listener with a bug does."""
     if event == "worker.step_committed" and facts["step"] % 20 == 7:
@@ -253,7 +249,7 @@ else:
                    clip_norm=1.0,
                    on_nan="skip",
                    checkpoint_every=20,
-                   listeners=[*([injector] if injector else []), wait_at_the_end, complain])
+                   listeners=[*([injector] if injector else []), complain])
     print("loss", result.loss)
     print("weights", result.weights_sha256)
 print("parameters", parameters_sha256())

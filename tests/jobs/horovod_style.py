@@ -42,7 +42,7 @@ folder = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."))
 hurry = folder / "hurry"
 injector = None
 if "ELASTIC_TEST_PLAN" in os.environ:
-    from faults import Injector
+    from faults import Injector, linger
 
     injector = Injector(os.environ["ELASTIC_TEST_PLAN"], folder)
 
@@ -84,6 +84,11 @@ if options.hold_on == os.environ.get("HOROVOD_HOSTNAME", ""):
         time.sleep(0.02)
 
 
+def is_near_the_end(epoch, at, seen):
+    """True in the second half of the last epoch."""
+    return epoch == options.epochs - 1 and 2 * at >= len(seen)
+
+
 @hvd.elastic.run
 def train(state):
     note_pending(state)
@@ -93,7 +98,9 @@ def train(state):
         seen = list(iter(state.sampler))
         for at in range(0, len(seen), 8):
             indices = seen[at : at + 8]
-            if not hurry.exists():
+            if injector and options.batch_s and is_near_the_end(state.epoch, at, seen):
+                linger(folder, 3.0)
+            elif not hurry.exists():
                 time.sleep(options.batch_s)
             model.train(len(indices) > 1)  # a change of the world may leave a batch of one
             optimizer.zero_grad()

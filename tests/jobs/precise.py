@@ -34,6 +34,8 @@ parser.add_argument("--precision", default="bf16")
 parser.add_argument("--compress", default=False)
 options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
+if injector:
+    injector.linger_at_the_end(options.steps, options.step_s)
 
 
 class Samples(torch.utils.data.Dataset):
