@@ -248,8 +248,8 @@ def test_gan_phases_train_only_their_own_net() -> None:
 
 
 @pytest.mark.parametrize(("example", "arguments", "at"), [
-    ("images", ("--steps", "14", "--width", "8", "--global-batch", "64", "--loader", "1",
-                "--precision", "bf16", "--evaluate-every", "7 steps"), 3),
+    ("images", ("--steps", "10", "--width", "8", "--global-batch", "32", "--loader", "1",
+                "--precision", "bf16", "--evaluate-every", "5 steps"), 3),
     ("gan", ("--steps", "80"), 10)])
 def test_no_bit_of_an_example_is_another_when_a_worker_dies(
         tmp_path: Path, example: str, arguments: tuple[str, ...], at: int) -> None:
