@@ -522,6 +522,21 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
     assert 3.0 < hours < 6.0  # those under notice included
 
 
+def test_removed_nodes_of_a_trace_have_the_notice_that_is_given(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in replay: with none their losses come by surprise, and cost more steps."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("".join(f"{1000 * at},{what},{node}\n" for at, what, node in (
+        (0, "add", "a"), (0, "add", "b"), (900, "remove", "a"), (900, "remove", "b"),
+        (1800, "add", "a"), (3600, "add", "b"))))
+    goodput = []
+    for seconds in ("120", "0"):
+        assert run(["--trace", str(trace), "--notice", seconds, "--checkpoint-every", "600s",
+                    "--seeds", "2", "--json"]) == 0
+        goodput.append(json.loads(capsys.readouterr().out)["forecast"]["goodput"][1])
+    assert goodput[0] > goodput[1] + 0.03
+
+
 @pytest.mark.parametrize(("options", "text"), [
     ([], "given by 0 options"),
     (["--storm", "calm"], "--hosts is not given"),
@@ -553,6 +568,8 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
     (["--pool", "hosts=4,price=0"], "price=0"),
     (["--pool", "hosts=4", "--price", "2"], "--price is given"),
     (["--pool", "hosts=4", "--hosts", "2"], "--hosts is given"),
+    (["--pool", "hosts=4", "--notice", "2"], "--notice is given"),
+    (["--trace", str(DATA / "replays" / "zeros.csv"), "--notice", "-1"], "--notice is -1"),
     (["--pool", "hosts=1e999"], "hosts inf"),
     (["--pool", "hosts=4,loss=1e300/h"], "loss 1e+300"),
     (["--pool", "hosts=4,bulk=0.4/h"], "bulk=0.4/h"),

@@ -1,4 +1,4 @@
-"""Numbers of each step, in arrays: the memory of report and verify for a run of any length.
+"""Numbers of each step, packed: the memory of report and verify for a run of any length.
 
 A million rows of six numbers take 49 MB here, and 0.5 GB as objects in a dict.
 """

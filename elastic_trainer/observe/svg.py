@@ -28,6 +28,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 from elastic_trainer.observe.bands import LEAST_PX, SHOWN, bands, pattern_elements, slices
 from elastic_trainer.observe.bands import STYLE as BAND_STYLE
+from elastic_trainer.observe.books import Period
 from elastic_trainer.observe.event_kind import PAUSE_PARTS, Phase
 from elastic_trainer.observe.sentences import count
 from elastic_trainer.observe.story import Recovery
@@ -85,8 +86,6 @@ SHAPES = {
 }
 """Class and outline of each mark: a cross, a plus, a circle (around a cross that is near), a minus,
 a diamond, a triangle, a stroke."""
-
-Period = tuple[Phase, float, float]
 
 
 @dataclass(frozen=True)

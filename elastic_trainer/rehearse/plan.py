@@ -25,14 +25,14 @@ from elastic_trainer.rehearse.model import Policy
 from elastic_trainer.rehearse.outcome import work_for
 from elastic_trainer.rehearse.pools import of_rows, of_storm, parse_pool
 from elastic_trainer.rehearse.storm import HOUR_S, parse_storm
-from elastic_trainer.rehearse.trace import read_trace
+from elastic_trainer.rehearse.trace import NOTICE_S, read_trace
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.wire.plain import plain
 
 SEEDS = 20
 LIMITS = {"hosts": (1, 1e6), "days": (0, 36_500), "hours": (0, 876_000), "price": (1e-6, 1e9),
           "shards": (1, 1e9), "batch": (1, 1e12), "np": (1, 1e6), "min_np": (1, 1e6),
-          "seeds": (1, 10_000)}
+          "seeds": (1, 10_000), "notice": (0, 1e9)}
 """The least and the largest value of each option."""
 MOST_BETWEEN = 1e9
 """Steps or seconds between two checkpoints."""
@@ -50,6 +50,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                        help="a generated fleet of --hosts hosts, as in replay")
     where.add_argument("--trace", type=Path, metavar="FILE",
                        help="a recorded fleet, as in replay; repeated if the time is longer")
+    where.add_argument("--notice", type=float, metavar="SECONDS",
+                       help=f"the notice of a removed node of the trace, as in replay "
+                            f"({NOTICE_S:g})")
     where.add_argument("--pool", action="append", default=[],
                        metavar="name=a,hosts=500,price=0.9,loss=0.05/h",
                        help="hosts of one type and zone; repeat it for several pools")
@@ -134,7 +137,8 @@ def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
     """Return the fleet and the seconds that it has by itself. Raises ConfigError."""
     month_s, price = 30 * 24 * HOUR_S, 1.0 if options.price is None else options.price
     if options.trace:
-        rows = read_trace(options.trace, may_end_empty=True)
+        notice_s = NOTICE_S if options.notice is None else options.notice
+        rows = read_trace(options.trace, notice_s, may_end_empty=True)
         return Fleet(trace=of_rows(rows), price=price), rows[-1].time_s
     if options.pool:
         pools = tuple(map(parse_pool, options.pool))
@@ -158,6 +162,9 @@ def check(options: argparse.Namespace) -> None:
     if options.hosts is not None and not options.storm:
         raise ConfigError("--hosts is given, but only a --storm needs it. A trace has its hosts, "
                           "and a pool names them: --pool hosts=100.")
+    if options.notice is not None and not options.trace:
+        raise ConfigError("--notice is given, but only a --trace needs it. A storm and a pool have "
+                          "the share of their losses that is announced: notice=0.8.")
     if options.price is not None and options.pool:
         raise ConfigError("--price is given, but a pool has its own: --pool hosts=100,price=0.9.")
 
