@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -205,14 +205,14 @@ class History:
             self._close_pauses()
         self.standstills.step(self.now)
         step_s = float(event.get("step_s") or 0.0)
-        self._keep(int(event["step"]), int(event["samples"]), float(event["loss"]), step_s)
+        self._keep(event["step"], event["samples"], float(event["loss"]), step_s)
         if not self.open_pauses:
             self._book_step(step_s, float(event.get("checkpoint_s") or 0.0))
 
     def _commit_kept(self, event: Event) -> None:
         """Take a commit of a script in Horovod's own style: it says nothing of samples or loss."""
         commit_s = float(event["commit_s"])
-        self._keep(int(event["step"]), 0, math.nan, commit_s)
+        self._keep(event["step"], 0, math.nan, commit_s)
         if not self.open_pauses:
             self._book_step(commit_s, 0.0)
 
@@ -327,9 +327,8 @@ def history_of(events: Iterable[Event]) -> History:
     """Return the history of a run whose events are read once, up to its last run.finished."""
     history = History()
     gate = UntilFinished()
-    for event in events:
-        for through in gate.take(event):
-            history.read(through)
+    for event in gate.through(events):
+        history.read(event)
     history.close()
     return history
 
@@ -350,9 +349,17 @@ class UntilFinished:
         self._later: list[Event] = []
         """The events behind run.finished: a few, unless the run was resumed with more steps."""
 
+    def through(self, events: Iterable[Event]) -> Iterator[Event]:
+        """Yield the events that are let through."""
+        for event in events:
+            if self._finished is None and event["event"] != "run.finished":  # nearly all events
+                yield event
+            else:
+                yield from self.take(event)
+
     def take(self, event: Event) -> Sequence[Event]:
         """Take one more event; return those that are let through now."""
-        if self._finished is None and event["event"] != "run.finished":  # nearly all events
+        if self._finished is None and event["event"] != "run.finished":
             return (event,)
         self._later.append(event)
         is_resumed = event["event"] == "job.described" and (

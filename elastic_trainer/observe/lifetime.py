@@ -42,7 +42,8 @@ class Lifetime:
 
     def step(self, time: float) -> None:
         """Take the end of a step: nearly all events of a log, of a run that goes on."""
-        self.end = max(self.end, time)
+        if time > self.end:
+            self.end = time
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Take one more event."""

@@ -84,7 +84,8 @@ class Story:
     def through(self, events: Iterable[Event]) -> Iterator[Event]:
         """Take the events, and yield them."""
         for event in events:
-            self.take(event)
+            if event["event"] not in _UNTOLD:
+                self.take(event)
             yield event
 
     def take(self, event: Event) -> None:

@@ -76,7 +76,7 @@ class Timeline:
         name = event["event"]
         if name == "worker.step_committed":
             if not event.get("repeated"):
-                self._step(event, event.get("step_s"), int(event["samples"]))
+                self._step(event, event.get("step_s"), event["samples"])
             return
         if name == "worker.commit_kept":
             self.unit = "samples" if self._times and self.unit == "samples" else "steps"
