@@ -28,7 +28,6 @@ POINTS = ("boot", "world.place_taken", "world.init_entered", "world.init_left",
           "world.transfer_started", "world.transfer_ended", "world.generation_entered",
           "step.computed", "step.prepared", "step.voted", "step.applied", "data", "batch",
           "evaluate")
-LINGER_S = 10.0
 RELEASED = "released"
 """A test lets those go who are held when it makes this file in its folder."""
 
@@ -73,7 +72,7 @@ class Plan:
         return json.dumps(self.faults)
 
 
-def linger(folder: Path, seconds: float = LINGER_S) -> None:
+def linger(folder: Path, seconds: float = 10.0) -> None:
     """Wait until the test has seen what it waits for (Cluster.finish), at most so long. A job whose
     last steps linger does not end before a newcomer on a busy machine has booted and joined.
     """

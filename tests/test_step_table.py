@@ -21,7 +21,9 @@ def test_it_holds_what_a_dict_holds(done: list[tuple[str, int, tuple[int, float]
     for what, step, row in done:
         match what:
             case "set":
-                table[step] = twin[step] = row
+                table.pop(step)
+                assert table.add(step, row)
+                twin[step] = row
             case "add":
                 assert table.add(step, row) == (step not in twin)
                 twin.setdefault(step, row)

@@ -26,7 +26,7 @@ class StepLine(NamedTuple):
 
 
 class StepLines:
-    """Step lines by step, in arrays."""
+    """Step lines by step, packed."""
 
     def __init__(self) -> None:
         self._rows = StepTable("qiqqqd")
@@ -38,11 +38,10 @@ class StepLines:
 
     def put(self, step: StepLine) -> None:
         """Add a step; a line of the same step is replaced."""
-        number, line, life, generation, samples, digest, loss = step
-        if number in self._rows:
-            self.pop(number)
-        self._rows[number] = (line, life, generation, samples, digest, loss)
-        self.samples += samples
+        if not self._rows.add(step.step, step[1:]):
+            self.pop(step.step)
+            self._rows.add(step.step, step[1:])
+        self.samples += step.samples
 
     def get(self, number: int) -> StepLine | None:
         row = self._rows.get(number)

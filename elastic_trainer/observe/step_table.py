@@ -39,11 +39,6 @@ class StepTable:
         block = self._blocks.get(step // ROWS)
         return (block is not None and bool(block.has[step % ROWS])) or step in self._odd
 
-    def __setitem__(self, step: int, row: Row) -> None:
-        if not self.add(step, row):
-            self.pop(step)
-            self.add(step, row)
-
     def add(self, step: int, row: Row) -> bool:
         """Set the row of a step that has none. Return whether it had none."""
         number, at = divmod(step, ROWS)
