@@ -221,6 +221,7 @@ class Own:
         """It needs nothing."""
 
     def where(self) -> str:
+        self.fails("where")
         return "memory"
 
     def open(self, run: Run) -> int:
@@ -254,16 +255,50 @@ def test_a_logger_that_raises_is_an_event_once_and_changes_no_bit(
     monkeypatch.setattr(writer, "OPEN_AGAIN_S", 0.01)
     monkeypatch.setenv("WANDB_API_KEY", "0123456789secret")
     ears, whole = Ears(), Own()
-    loggers = [Own(raising("write")), whole, Own(raising("close")), Own(raising("open"))]
+    loggers = [Own(raising("write")), whole, Own(raising("close")), Own(raising("open")),
+               Own(raising("flush"))]
     assert run(built(), loggers=loggers, listeners=[ears]) == run(built())
     assert whole.steps == list(range(12))
     closed = [(e["rows"], e["lost"]) for e in ears.facts("worker.logger_closed")]
-    assert closed == [(0, 12), (12, 0), (0, 12), (0, 12)]
+    assert closed == [(0, 12), (12, 0), (12, 0), (0, 12), (0, 12)]
     failed = ears.facts("worker.logger_failed")
-    assert len(failed) == 3 and all("ConnectionError" in e["error"] for e in failed)
+    assert len(failed) == 4 and all("ConnectionError" in e["error"] for e in failed)
     shown = capsys.readouterr().err + str(failed)
     assert "hunter2" not in shown and "abcdef" not in shown and "has lost 12 rows" in shown
     assert redacted("key 0123456789secret") == "key ***"
+
+
+@pytest.mark.parametrize("is_slow", [False, True], ids=["at once", "at the end"])
+@pytest.mark.parametrize("flush_s", [0.0, 1e9], ids=["each row flushed", "flushed at the end"])
+@pytest.mark.parametrize(("places", "delivered"), [
+    ((), 12), (("close",), 12), (("write",), 0), (("open",), 0), (("flush",), 0),
+    (("flush", "close"), 0), (("where",), 0),
+])
+def test_the_rows_that_count_as_lost_do_not_depend_on_when_the_thread_runs(
+        monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...], delivered: int, flush_s: float,
+        is_slow: bool) -> None:
+    """A row is delivered when its write and the flush after it have returned, however many rows
+    wait for the thread, and however often it flushes."""
+    monkeypatch.setattr(writer, "FLUSH_S", flush_s)
+    monkeypatch.setattr(writer, "OPEN_AGAIN_S", 0.01)
+    may_run, fails = threading.Event(), raising(*places)
+
+    def fail(where: str) -> None:
+        assert may_run.wait(DEADLINE_S)
+        fails(where)
+
+    events = dict[str, Any]()
+    one = Writer(Own(fail), RUN, lambda event, **facts: events.update({event: facts}))
+    if not is_slow:
+        may_run.set()
+    for step in range(12):
+        one.put(Row(step, {"train/loss": 1.0}, 0.0))
+    may_run.set()
+    one.put_end()
+    one.end(time.monotonic() + DEADLINE_S)
+    closed = events["worker.logger_closed"]
+    assert (closed["rows"], closed["lost"]) == (delivered, 12 - delivered)
+    assert ("worker.logger_failed" in events) == bool(places)
 
 
 def test_a_logger_that_blocks_never_holds_up_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +317,7 @@ def test_a_logger_that_blocks_never_holds_up_the_training(monkeypatch: pytest.Mo
     (failed,) = ears.facts("worker.logger_failed")
     assert "4 rows wait for it" in failed["error"]
     (closed,) = ears.facts("worker.logger_closed")
-    assert closed["rows"] == 0 and closed["lost"] >= 11
+    assert (closed["rows"], closed["lost"]) == (0, 12)
     released.set()
     run(built(), loggers=[whole])
 
@@ -304,7 +339,7 @@ def test_a_logger_that_could_not_be_opened_is_opened_again_and_lacks_nothing(
     assert logger.has_all.wait(DEADLINE_S), tries
     one.put_end()
     one.end(time.monotonic() + DEADLINE_S)
-    assert logger.steps == [0, 1, 2, 3, 4] and one.lost == 0
+    assert logger.steps == [0, 1, 2, 3, 4] and one.delivered == 5
     assert events == ["worker.logger_failed", "worker.logger_opened", "worker.logger_closed"]
 
 

@@ -62,7 +62,8 @@ class Logger(Protocol):
         """Write a row. Steps come in order, from the step on that `open` has returned."""
 
     def flush(self) -> None:
-        """Bring what was written to its place. Called about once a second."""
+        """Bring what was written to its place: the rows count as delivered when this returns.
+        Called about once a second, and before `close`."""
 
     def close(self) -> None:
         """End."""

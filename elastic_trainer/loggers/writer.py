@@ -5,9 +5,12 @@ rows.py (rank 0) → queue → here, in a thread → Logger
 
 What always holds:
 1. `put` never waits. If the queue is full because the logger blocks, the row is lost and counted.
-2. An exception of the logger is an event once, without secrets. The rows that it costs are counted.
-   A logger that could not be opened is opened again, until the run ends.
-3. A row is written once: rows before the first step that is lacking are left out. Rows that former
+2. An exception of the logger is an event once, without secrets. A logger that could not be opened is
+   opened again, until the run ends.
+3. A row is delivered when the flush after its `write` has returned. `close` comes after a flush, so
+   what it raises costs no row. Each row that was handed over, that the logger had not before, and
+   that is not delivered at the end is lost. So when a thread runs does not change what is counted.
+4. A row is written once: rows before the first step that is lacking are left out. Rows that former
    workers could not write are read from the event log, where this host has it.
 """
 
@@ -19,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -48,7 +52,11 @@ class Writer:
                  after: Writer | None = None):
         self.logger, self.run, self.emit = logger, run, emit
         self.name = type(logger).__name__
-        self.written = self.lost = 0
+        self.given = 0
+        """The rows that this worker has handed over."""
+        self.filled = self.had = self.delivered = 0
+        """The rows that were read from the event log, those that the logger had before, and those
+        that are at their place. Counted by the logger's thread."""
         self._rows: queue.Queue[Row | Run | None] = queue.Queue(most_rows)
         self._is_open = self._is_filled = self._has_failed = False
         self._is_stopped = threading.Event()
@@ -66,10 +74,10 @@ class Writer:
 
     def put(self, row: Row | Run) -> None:
         """Hand over a row, or a run that has gone back."""
+        self.given += isinstance(row, Row)
         try:
             self._rows.put_nowait(row)
         except queue.Full:
-            self.lost += 1
             self._fail(f"{self._rows.maxsize} rows wait for it, so further ones are lost")
 
     def stop(self) -> None:
@@ -85,23 +93,21 @@ class Writer:
                 self._rows.put_nowait(None)
                 return
             except queue.Full:
-                try:
+                with suppress(queue.Empty):
                     self._rows.get_nowait()
-                    self.lost += 1
-                except queue.Empty:
-                    pass
 
     def end(self, deadline: float) -> None:
         """Wait until the thread has ended, or until a time (time.monotonic), and log what was
-        written and lost."""
+        delivered and lost."""
         self.thread.join(max(0.0, deadline - time.monotonic()))
         if self.thread.is_alive():
-            self.lost += self._rows.qsize()
             self._fail("it has not ended in time")
-        self.emit("worker.logger_closed", logger=self.name, rows=self.written, lost=self.lost)
-        if self.lost:
-            print(f"elastic-trainer: the logger {self.name} has lost {self.lost} rows of this "
-                  f"worker.", file=sys.stderr)
+        rows = self.delivered
+        lost = self.given + self.filled - self.had - rows
+        self.emit("worker.logger_closed", logger=self.name, rows=rows, lost=lost)
+        if lost:
+            print(f"elastic-trainer: the logger {self.name} has lost {lost} rows of this worker.",
+                  file=sys.stderr)
 
     # --- the logger's thread ----------------------------------------------------------------------
 
@@ -113,33 +119,34 @@ class Writer:
             try:
                 row = self._rows.get(timeout=FLUSH_S)
             except queue.Empty:
-                self._guard(self._flush, 0)
+                self._guard(self._flush)
                 continue
             if row is None or self._is_stopped.is_set():
                 break  # what waits is the next first worker's
             if isinstance(row, Run):
                 self.run = row
-                self._guard(self._close, 0)
+                self._close()
                 continue
-            self._guard(partial(self._take, row), 1)
-        self._guard(self._close, 0)
+            self._guard(partial(self._take, row))
+        self._close()
 
-    def _guard(self, work: Callable[[], None], rows: int) -> None:
-        """Do a part of the work; what it raises costs so many rows."""
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Do a part of the work; log what it raises."""
         try:
             work()
         except Exception:
-            self.lost += rows
             self._fail(traceback.format_exc())
 
     def _take(self, row: Row) -> None:
         if not self._is_open:
             self._open()
         if not self._is_open:
-            self.lost += 1
-        elif row.step >= self._lacking:
+            return
+        if row.step >= self._lacking:
             self._fill(row.step)
             self._write(row)
+        else:
+            self.had += 1
         if time.monotonic() - self._flushed_at > FLUSH_S:
             self._flush()
 
@@ -149,19 +156,22 @@ class Writer:
             return
         self._is_filled = True
         if self._lacking < end and self.run.folder:
-            for row in rows_of(self.run.folder, self._lacking, end):
+            lacking = rows_of(self.run.folder, self._lacking, end)
+            self.filled += len(lacking)
+            for row in lacking:
                 self._write(row)
 
     def _write(self, row: Row) -> None:
         self._lacking = row.step + 1  # also if it raises: the row is lost then
         self.logger.write(row)
-        self._unflushed, self.written = self._unflushed + 1, self.written + 1
+        self._unflushed += 1
 
     def _open(self) -> None:
         """Open the logger; again and again, if that fails, until the run ends."""
         while not self._has_given_up:
             try:
                 self._lacking = self.logger.open(self.run)
+                where = redacted(self.logger.where())
                 break
             except Exception:
                 self._fail(traceback.format_exc())
@@ -171,27 +181,21 @@ class Writer:
         self._is_open, self._is_filled = True, False
         self._flushed_at = time.monotonic()
         self.run = replace(self.run, goes_back=False)
-        self.emit("worker.logger_opened", logger=self.name, where=redacted(self.logger.where()),
-                  step=self._lacking)
+        self.emit("worker.logger_opened", logger=self.name, where=where, step=self._lacking)
 
     def _flush(self) -> None:
+        """Bring the rows that were written to their place. If that fails, they are lost."""
         self._flushed_at = time.monotonic()
-        if self._unflushed:
-            self._bring(self.logger.flush)
+        rows, self._unflushed = self._unflushed, 0
+        if rows:
+            self.logger.flush()
+            self.delivered += rows
 
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._bring(self.logger.close)
-
-    def _bring(self, work: Callable[[], None]) -> None:
-        """Bring the rows that were written to their place. If that fails, they are lost."""
-        rows, self._unflushed = self._unflushed, 0
-        try:
-            work()
-        except Exception:
-            self.written, self.lost = self.written - rows, self.lost + rows
-            raise
+            self._guard(self._flush)
+            self._guard(self.logger.close)
 
     def _fail(self, error: str) -> None:
         """Log a failure, once for this worker."""
