@@ -5,8 +5,8 @@ rows.py (rank 0) → queue → here, in a thread → Logger
 
 What always holds:
 1. `put` never waits. If the queue is full because the logger blocks, the row is lost and counted.
-2. An exception of the logger is an event once, without secrets. A logger that could not be opened is
-   opened again, until the run ends.
+2. An exception of the logger is an event once, without secrets. A logger that could not be opened
+   is opened again, until the run ends.
 3. A row is delivered when the flush after its `write` has returned. `close` comes after a flush, so
    what it raises costs no row. Each row that was handed over, that the logger had not before, and
    that is not delivered at the end is lost. So when a thread runs does not change what is counted.
