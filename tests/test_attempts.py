@@ -33,6 +33,7 @@ from elastic_trainer.launch.attempts import (
     supervise,
 )
 from elastic_trainer.observe.events import Events, read_events
+from elastic_trainer.observe.segments import compress, segments
 from elastic_trainer.observe.spans import Spans
 from elastic_trainer.observe.status import Status, fold
 
@@ -219,6 +220,46 @@ def test_a_run_starts_when_its_event_log_holds_malformed_events(tmp_path: Path,
     assert logged[:2] == ["run.started", "attempt.started"] and logged[-1] == "attempt.ended"
     assert json.loads(
         (tmp_path / "run" / "result.json").read_text())["skipped_lines"] == len(MALFORMED)
+
+
+def test_a_run_resumes_when_a_segment_of_its_event_log_is_damaged(
+        tmp_path: Path, signals: None, capfd: pytest.CaptureFixture[str]) -> None:
+    """The segment is named on the terminal, and the run begins its next attempt."""
+    folder = tmp_path / "run"
+    events = Events(folder, segment_bytes=300, run="run")
+    for attempt in range(1, 9):
+        events.emit("attempt.started", attempt=attempt)
+    compress(folder, late_s=0.0)
+    os.truncate(segments(folder)[1], 12)
+    command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
+    assert supervise(folder, ONE_HOST, command, {}) == EXIT_USER_ERROR
+    started = [e["attempt"] for e in read_events(folder) if e["event"] == "attempt.started"]
+    assert started[-1] == 9
+    said = capfd.readouterr().err
+    assert f"{folder}/events-000001.jsonl.gz cannot be read to its end" in said
+    result = json.loads((folder / "result.json").read_text())
+    assert list(result["segments_left_out"]) == ["events-000001.jsonl.gz"]
+
+
+@pytest.mark.parametrize("harm", ["deleted", "moved", "emptied", "made anew"])
+def test_the_run_ends_and_names_its_folder_when_the_folder_is_gone(
+        tmp_path: Path, signals: None, capfd: pytest.CaptureFixture[str], harm: str) -> None:
+    """No attempt follows, and the workers end."""
+    folder, told = tmp_path / "run", tmp_path / "pid"
+    moves = {"deleted": f"shutil.rmtree({str(folder)!r})",
+             "moved": f"os.rename({str(folder)!r}, {str(tmp_path / 'other')!r})",
+             "emptied": f"[os.unlink(it) for it in os.scandir({str(folder)!r}) if it.is_file()]",
+             "made anew": f"shutil.rmtree({str(folder)!r}); os.mkdir({str(folder)!r})"}
+    command = script(tmp_path, f"""
+import shutil, signal
+open({str(told)!r}, "w").write(str(os.getpid()))
+{moves[harm]}
+signal.pause()""")
+    assert supervise(folder, ONE_HOST, command, {}) == 1
+    assert capfd.readouterr().err.count(f"The folder {folder} was deleted or moved while") == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.read_text()), 0)
+    assert not (folder / "result.json").exists()
 
 
 RAISES = """

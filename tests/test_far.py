@@ -69,6 +69,9 @@ class Bucket:
     def put(self, name: str, data: bytes) -> None:
         self.client.put_object(Bucket=s3_servers.BUCKET, Key=f"{self.name}/diary/{name}", Body=data)
 
+    def delete(self, name: str) -> None:
+        self.client.delete_object(Bucket=s3_servers.BUCKET, Key=f"{self.name}/diary/{name}")
+
     def uploads(self, run_dir: Path) -> Iterator[None]:
         """Upload a log once as deploy/hosts/events.sh does, with a pause after each request."""
         with open(run_dir / "events.jsonl", "rb") as newest:
@@ -197,18 +200,50 @@ def test_a_hostile_bucket_makes_no_file_but_those_of_a_log(
     copy = copy_of(bucket, tmp_path / "copy")
     copy.refresh()
     assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
-        "events-000001.jsonl.gz", *(f"events-00000{number}.jsonl" for number in range(2, 6)),
-        "events.jsonl", "result.json"]
+        "events-000001.jsonl.gz", "events-000002.jsonl.gz", "events-000003.jsonl",
+        "events-000004.jsonl", "events-000005.jsonl.gz", "events.jsonl", "result.json"]
     bucket.put(NOW_FILE, b"[" * 5000)
     copy.refresh()
     assert NowReader(copy.folder, is_copy=True).read() is None
     assert main(["report", bucket.url, "--json"]) == 0
     shown = capsys.readouterr()
     result = json.loads(shown.out)
-    assert result["skipped_lines"] == 4 and result["steps"] == 3 and result["run"] == "seen"
+    assert result["skipped_lines"] == 2 and result["steps"] == 3 and result["run"] == "seen"
+    assert list(result["segments_left_out"]) == ["events-000002.jsonl.gz", "events-000005.jsonl.gz"]
     assert shown.err.count("so its events are left out. Copy it there again") == 4
     assert main(["verify", bucket.url]) == 1
     assert "result.json is malformed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("harm", ["missing", "empty", "cut off", "cut off before it is packed"])
+def test_a_damaged_segment_in_a_bucket_is_named_and_the_rest_read(
+        bucket: Bucket, capsys: pytest.CaptureFixture[str], harm: str) -> None:
+    """What precedes the damage counts, and nothing is proved."""
+    pieces = [b"".join(json.dumps(it).encode() + b"\n" for it in part)
+              for part in (log()[:4], log()[4:8], log()[8:])]
+    for number, text in enumerate(pieces[:2], 1):
+        bucket.put(f"events-00000{number}.jsonl.gz", gzip.compress(text))
+    bucket.put("events.jsonl", pieces[2])
+    whole = gzip.compress(pieces[1])
+    match harm:
+        case "missing":
+            bucket.put("events-000003.jsonl.gz", whole)
+            bucket.delete("events-000002.jsonl.gz")
+        case "empty":
+            bucket.put("events-000002.jsonl.gz", b"")
+        case "cut off":
+            bucket.put("events-000002.jsonl.gz", whole[:-9])
+        case _:
+            bucket.delete("events-000001.jsonl.gz")
+            bucket.put("events-000001.jsonl", b"")
+    name = "events-000001.jsonl" if "packed" in harm else "events-000002.jsonl"
+    assert main(["verify", bucket.url]) == 1
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"not proved: {name}") and "\nproved" not in shown.out
+    assert f"{name}" in shown.err and "Copy it there again" in shown.err
+    assert main(["report", bucket.url, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert next(iter(result["segments_left_out"])).startswith(name) and result["attempts"]
 
 
 @pytest.mark.usefixtures("proxy")
@@ -227,9 +262,7 @@ def test_a_wrong_address_or_a_missing_permission_is_an_error_with_the_remedy(
     proxy.fault("no_bucket")
     assert "NoSuchBucket. Correct the bucket's name" in said("s3://not-there/x")
     assert "has no bucket" in said("s3://")
-    bucket.put("events-000003.jsonl", b"x\n")
     bucket.put("events.jsonl", b"x\n")
-    assert "but no events-000001.jsonl or .gz. Copy it there" in said(bucket.url)
     assert "--timeline joins files of the workers" in said(bucket.url, "--timeline", "x",
                                                            command="report")
     arn = f"arn:aws:s3:::{s3_servers.BUCKET}"

@@ -3,19 +3,23 @@ and read at once."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from folds import past_of
 
+from elastic_trainer.__main__ import main
 from elastic_trainer.launch.past import PAST_FILE, Follower
 from elastic_trainer.observe.events import Events, newest_attempt, read_events
+from elastic_trainer.observe.live import Live
 from elastic_trainer.observe.report import summarize
 from elastic_trainer.observe.segments import Reader, compress, seal, segments
 from elastic_trainer.observe.verify import verify
@@ -246,3 +250,145 @@ def test_a_follower_reads_all_when_what_was_saved_cannot_be_used(tmp_path: Path,
         os.truncate(tmp_path / "events.jsonl", 0)
     expected = {"of another log": 3, "beyond the log": 0}.get(harm, 7)
     assert Follower(tmp_path).read().attempt == expected
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def replace(path: Path, make: Callable[[Path], None]) -> None:
+    path.unlink()
+    make(path)
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "is empty": lambda path: path.write_bytes(b""),
+    "is cut off": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
+    "has lost its last byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "is cut off within its head": lambda path: os.truncate(path, 5),
+    "is other bytes": lambda path: path.write_bytes(os.urandom(300)),
+    "is text": lambda path: path.write_bytes(b"<html>503 Service Unavailable</html>\n"),
+    "has a wrong byte": lambda path: flip(path, path.stat().st_size // 2),
+    "has a wrong checksum": lambda path: flip(path, path.stat().st_size - 6),
+    "has rubbish at its end": lambda path: path.write_bytes(path.read_bytes() + b"rubbish"),
+    "is missing": Path.unlink,
+    "is a folder": lambda path: replace(path, Path.mkdir),
+    "is a pipe": lambda path: replace(path, os.mkfifo),
+    "is a link to nothing": lambda path: replace(path, lambda it: it.symlink_to("/nonexistent/x")),
+    "is a link to itself": lambda path: replace(path, lambda it: it.symlink_to(it)),
+}
+
+
+def run_in_segments(folder: Path, *, packed: bool = True) -> list[dict[str, Any]]:
+    """Write a finished run whose log has at least five sealed segments; return its events."""
+    story = Story()
+    story.start(4)
+    story.train(4)
+    story.publish()
+    logged = story.finish()
+    events = Events(folder, segment_bytes=400)
+    for event in logged:
+        events.write(json.dumps(event))
+    if packed:
+        compress(folder, late_s=0.0)
+    assert len(segments(folder)) > 4
+    return logged
+
+
+@pytest.mark.parametrize(("damage", "number"), [
+    *((damage, 3) for damage in DAMAGES),
+    *((damage, number) for damage in ("is empty", "is cut off", "is missing")
+      for number in (1, "last"))])
+def test_the_rest_is_read_and_nothing_proved_when_a_segment_is_damaged(
+        tmp_path: Path, damage: str, number: int | str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each reader names the segment and reads what precedes the damage and all other segments; no
+    reader proves anything of such a log, or ends."""
+    folder = tmp_path / "run"
+    logged = run_in_segments(folder)
+    at = max(segments(folder)) if number == "last" else int(number)
+    path = segments(folder)[at]
+    before = [len(gzip.open(it).readlines()) for it in segments(folder).values()]
+    DAMAGES[damage](path)
+    if (number, damage) == ("last", "is missing"):
+        assert not verify(folder).is_proved  # the numbers do not show it, and the lines do
+        return
+    log = Reader(folder)
+    read = [event["time"] for event in log.events(to_the_end=True)]
+    assert [name.removesuffix(".gz") for name in log.left_out] == [f"events-{at:06d}.jsonl"]
+    times = [event["time"] for event in logged]
+    start = sum(before[:at - 1])
+    assert read[:start] == times[:start]
+    rest = len(times) - start - before[at - 1]
+    assert read[-rest:] == times[-rest:] and set(read) <= set(times)
+    assert log.is_lost() is False and list(log.events()) == []
+    compress(folder, late_s=0.0)
+    assert main(["verify", str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert f"not proved: events-{at:06d}.jsonl" in said.splitlines()[0] and "proved:" not in (
+        said.replace("not proved:", "")) and "violated" not in said
+    assert main(["report", str(folder)]) == 0
+    assert f"events-{at:06d}.jsonl" in capsys.readouterr().out
+    assert main(["report", str(folder), "--json", "--html", str(tmp_path / "page.html")]) == 0
+    assert list(json.loads(capsys.readouterr().out)["segments_left_out"])[0].startswith(
+        f"events-{at:06d}.jsonl")
+    assert f"events-{at:06d}.jsonl" in (tmp_path / "page.html").read_text()
+    assert main(["watch", str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert f"left out events-{at:06d}.jsonl" in said and "and its events are left out." in said
+    follower = Follower(folder)
+    assert follower.read().attempt == 1 and follower.left_out
+    assert newest_attempt(folder) == 1
+    assert Live(folder).known()[1]["segments_left_out"]
+
+
+def test_lines_before_the_damage_count_when_a_segment_is_cut_off(tmp_path: Path) -> None:
+    """Of a log with one large segment that lacks its last bytes, only the last lines are lost."""
+    events = Events(tmp_path, segment_bytes=10**9)
+    for number in range(3000):
+        events.emit("said", number=number, noise=os.urandom(8).hex())
+    seal(tmp_path, 1)
+    compress(tmp_path, late_s=0.0)
+    path = segments(tmp_path)[1]
+    os.truncate(path, path.stat().st_size - 2000)
+    events.emit("said", number=3000)
+    read = [event["number"] for event in read_events(tmp_path)]
+    assert read[-1] == 3000 and 2700 < len(read) < 3000 and read[:-1] == [*range(len(read) - 1)]
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name.startswith("is ") and name not
+                                    in ("is cut off", "is text", "is other bytes",
+                                        "is cut off within its head")])
+def test_a_segment_that_is_not_compressed_yet_may_be_damaged(tmp_path: Path, damage: str) -> None:
+    """Readers and the compression pass it over, and name it."""
+    run_in_segments(tmp_path, packed=False)
+    DAMAGES[damage](segments(tmp_path)[2])
+    assert list(Reader(tmp_path).events(to_the_end=True))
+    compress(tmp_path, late_s=0.0)
+    assert sum(path.suffix == ".gz" for path in segments(tmp_path).values()) > 3
+    log = Reader(tmp_path)
+    assert list(log.events(to_the_end=True))
+    assert next(iter(log.left_out)).startswith("events-000002.jsonl")
+    assert not verify(tmp_path).is_proved
+
+
+def test_a_million_missing_segments_are_named_at_once(tmp_path: Path) -> None:
+    """A number that is far from the others costs no reader time."""
+    run_in_segments(tmp_path)
+    last = max(segments(tmp_path))
+    (tmp_path / "events-99999999.jsonl").write_text('{"time": 1, "event": "far"}\n')
+    log = Reader(tmp_path)
+    assert any(event["event"] == "far" for event in log.events())
+    assert log.left_out == {
+        f"events-{last + 1:06d}.jsonl to events-99999998.jsonl": "is missing"}
+
+
+def test_lines_that_are_no_text_are_counted_when_a_segment_is_whole(tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 cost their line alone."""
+    run_in_segments(tmp_path, packed=False)
+    lines = segments(tmp_path)[2].read_bytes().splitlines(keepends=True)
+    segments(tmp_path)[2].write_bytes(lines[0] + b"\xff\xfe{\x80\n" + b"".join(lines[1:]))
+    compress(tmp_path, late_s=0.0)
+    log = Reader(tmp_path)
+    assert list(log.events()) and log.malformed == 1 and not log.left_out

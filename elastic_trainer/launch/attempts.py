@@ -8,6 +8,7 @@ What always holds:
    without progress reach a limit.
 3. A stop from outside (Ctrl-C, SIGTERM) is passed on to the driver, and the run can be resumed by
    the same command.
+4. A run whose folder is deleted ends: no further attempt would know its past.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.report import write_result
 from elastic_trainer.observe.segments import compress
 from elastic_trainer.observe.versions import versions
+from elastic_trainer.wire.plain import plain_text
 
 DRIVER = "elastic_trainer.launch.horovodrun"
 MAX_ATTEMPTS_WITHOUT_PROGRESS = 5
 MAX_BACK_OFF_S = 60.0
+LOCK_FILE = ".lock"
 LOCK_S = 5.0
 """A driver that was just killed holds the run until the kernel has closed its descriptors."""
 COMPRESS_S = 30.0
 EXIT_BAD_COMMAND = 2
+LOOK_S = 1.0
+"""The interval in which the supervisor checks that the run's folder exists."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
         supervisor = Supervisor(run_dir, [*horovodrun_options, *command], output, lock,
                                 Ssh.from_options(horovodrun_options))
         exit_code = supervisor.run(options)
-        write_result(run_dir)  # also if not finished, and where rank 0 has another folder
+        if not supervisor.is_deleted:
+            write_result(run_dir)  # also if not finished, and where rank 0 has another folder
         return exit_code
     finally:
         os.close(lock)
@@ -111,7 +117,8 @@ class Supervisor:
         self.log = Follower(run_dir)
         self.events = Events(run_dir, run=run_dir.name)
         self.run_id = secrets.token_hex(8)
-        self.is_stopped = False
+        self.is_stopped = self.is_deleted = False
+        self._folder = os.stat(run_dir)
         self.idle = self.hostless = 0
         """How many attempts in a row had no progress, or no hosts."""
         self.driver: subprocess.Popen[bytes] | None = None
@@ -119,6 +126,10 @@ class Supervisor:
     def run(self, options: dict[str, Any]) -> int:
         """Run attempts to the end; returns the exit code. `options` are for the event log."""
         past = self.log.read()
+        for name, reason in self.log.left_out.items():
+            tell(f"{self.run_dir / name} {reason}, so its events are left out. The run starts from "
+                 f"its newest checkpoint all the same; `elastic-trainer verify` proves nothing of "
+                 f"what is missing.")
         end_orphans(past, self.run_dir, self.ssh, self.events)  # of a supervisor that was killed
         self.events.emit("run.started", attempt=past.attempt + 1, options=options,
                          versions=versions())
@@ -160,7 +171,10 @@ class Supervisor:
         if self.is_stopped:  # since the last check
             self.driver.send_signal(signal.SIGTERM)
         with compressing(self.run_dir):
-            exit_code = self.driver.wait()
+            exit_code = self._wait(self.driver)
+        if self.is_deleted:
+            end_orphans(before, self.run_dir, self.ssh, self.events)
+            return Next("failed", 1)
         past = self.log.read()
         end_orphans(past, self.run_dir, self.ssh, self.events)
         is_outage = exit_code == EXIT_NO_HOSTS and past.has_had_hosts
@@ -171,6 +185,19 @@ class Supervisor:
         self.events.emit("attempt.ended", attempt=attempt, exit_code=exit_code,
                          verdict=following.verdict)
         return following
+
+    def _wait(self, driver: subprocess.Popen[bytes]) -> int:
+        """Wait for the driver's end, and end it if the run's folder is deleted."""
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return driver.wait(LOOK_S)
+            if not self.is_deleted and has_gone(self.run_dir, self._folder, self.lock):
+                self.is_deleted = True
+                tell(f"The folder {self.run_dir} was deleted or moved while the run used it. Its "
+                     f"event log is lost, and its checkpoints if they were in it. The run ends. To "
+                     f"train again, start the same command; restore the folder first if you have "
+                     f"a copy.")
+                driver.send_signal(signal.SIGTERM)
 
     def _environment(self, attempt: int, past: Past) -> dict[str, str]:
         """Return the driver's environment: what it and the workers need of the run's past."""
@@ -184,13 +211,27 @@ class Supervisor:
             "ELASTIC_TRAINER_RUN_S": f"{past.observed_s:.1f}"}
 
 
+def has_gone(run_dir: Path, folder: os.stat_result, lock: int) -> bool:
+    """True if the folder of a run, or what was in it, is not there any more. Raises OSError."""
+    try:
+        is_there = os.path.samestat(os.stat(run_dir), folder)
+        return not (is_there and os.path.samestat(os.stat(run_dir / LOCK_FILE), os.fstat(lock)))
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+
+
+def tell(sentence: str) -> None:
+    """Write a sentence to stderr."""
+    print(f"elastic-trainer: {plain_text(sentence)}", file=sys.stderr, flush=True)
+
+
 def _lock(run_dir: Path) -> int:
     """Take the run for this supervisor and its drivers. Raises ConfigError when it is taken.
 
     By hand and not with the package filelock: the drivers must inherit the descriptor, which
     filelock keeps to itself.
     """
-    lock = private(f"{run_dir}/.lock", os.O_RDWR | os.O_CREAT)
+    lock = private(f"{run_dir}/{LOCK_FILE}", os.O_RDWR | os.O_CREAT)
     retrying = Retrying(retry=retry_if_exception_type(BlockingIOError), wait=wait_fixed(0.05),
                         stop=stop_after_delay(LOCK_S), reraise=True)
     try:

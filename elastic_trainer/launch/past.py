@@ -128,6 +128,11 @@ class Follower:
         self.past, position = _load(run_dir) or (Past(), None)
         self._reader = Reader(run_dir, position)
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The segments that are missing or cannot be read to their end, with the reason."""
+        return self._reader.left_out
+
     def read(self) -> Past:
         """Return the fold of the log so far. Disk: its new lines, and one small file."""
         if self._reader.is_lost():

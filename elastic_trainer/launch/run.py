@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
 
 
 def _train(wanted: Run, horovodrun_options: list[str]) -> int:
-    from elastic_trainer.launch.attempts import supervise
+    from elastic_trainer.launch.attempts import LOCK_FILE, supervise
     from elastic_trainer.observe.report import summarize_log
     from elastic_trainer.observe.summary_table import print_summary
     from elastic_trainer.observe.watch import Watch
@@ -77,6 +77,8 @@ def _train(wanted: Run, horovodrun_options: list[str]) -> int:
             if watch.failure:
                 print(f"elastic-trainer: the view has ended before the run: {watch.failure}",
                       file=sys.stderr)
+    if not (run_dir / LOCK_FILE).exists():
+        return exit_code  # the folder was deleted, which the supervisor has told
     if exit_code not in EXPECTED_EXITS and is_demo:
         last = end_of(log_path).splitlines()[-LAST_LINES:]
         print(f"the last lines of {log_path}:", *map(plain_output, last), sep="\n", file=sys.stderr)

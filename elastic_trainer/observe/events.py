@@ -35,7 +35,13 @@ from elastic_trainer.observe.courier import Courier
 from elastic_trainer.observe.event_kind import Level
 from elastic_trainer.observe.event_table import KINDS
 from elastic_trainer.observe.schema import MAX_LINE_BYTES, parse
-from elastic_trainer.observe.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal
+from elastic_trainer.observe.segments import (
+    EVENTS_FILE,
+    SEGMENT_BYTES,
+    Reader,
+    seal,
+    segments,
+)
 from elastic_trainer.observe.trace import Trace
 
 __all__ = ["EVENTS_FILE", "Events", "newest_attempt", "read_events"]
@@ -43,6 +49,8 @@ __all__ = ["EVENTS_FILE", "Events", "newest_attempt", "read_events"]
 SHORT_CHARACTERS = (10_000, 1000, 100)
 """The characters that are kept of a value if its line is too long; fewer if it still is."""
 SHORT_ITEMS = 100
+DELETED = ("the event log in {} was deleted while this process wrote to it. Its events are lost, "
+           "so nothing of the run is proved")
 _LEVELS = {name: {"level": kind.level.value} for name, kind in KINDS.items()
            if kind.level in (Level.WARNING, Level.ERROR)}
 """The level, which the line of a warning or an error has."""
@@ -91,6 +99,8 @@ class Events:
             error = "a part of a line was written"
         except OSError as failure:
             count, error = 0, str(failure)
+            if isinstance(failure, FileNotFoundError):
+                error = f"{error}: {DELETED.format(self.run_dir)}"
         if count < len(data):
             self._is_torn |= count > 0
             if not self._has_complained:
@@ -113,6 +123,8 @@ class Events:
         if not is_newest:
             before, self._fd = self._fd, _opened(self.run_dir)
             os.close(before)
+            if not mine.st_nlink and not segments(self.run_dir):
+                _complain(DELETED.format(self.run_dir))
         return self._fd
 
     def flush(self) -> bool:

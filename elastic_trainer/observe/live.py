@@ -147,7 +147,9 @@ class Live:
             self._are_texts_old = self._are_charts_old = self._are_costs_old = True
             closed = self._history.closed(is_drawn=False)
             closed.run = closed.run or self.name
-            self._run = replace(self._run, history=closed, result=figures_of(closed))
+            self._run = replace(self._run, history=closed, result={
+                **figures_of(closed), "segments_left_out": self._log.left_out})
+            self.status = replace(self.status, skipped=self._log.malformed)
         self._price()
         self._run = replace(self._run, result={**self._run.result, **self._costs})
 

@@ -11,8 +11,9 @@ What always holds:
    leaves before its sealed copy comes. A newest segment whose first line is that of a sealed one
    is an older copy of it, and is left out.
 4. Whoever writes to the bucket can make this copy wrong, and nothing else. Files have names that
-   are made here. A segment that is too large, or cannot be decompressed, is left out: a malformed
-   line stands for it, which the readers count.
+   are made here. A segment that is too large is left out: a malformed line stands for it, which
+   the readers count. A damaged one is copied, since its text up to the damage can be read.
+5. A segment that the bucket lacks is missing here, too.
 
 What it does not do: delete what the bucket no longer has.
 """
@@ -23,14 +24,14 @@ import gzip
 import hashlib
 import io
 import re
-import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 from elastic_trainer.observe import now
 from elastic_trainer.observe.report import RESULT_FILE
-from elastic_trainer.observe.segments import EVENTS_FILE, LONGEST_LINE_BYTES
+from elastic_trainer.observe.segments import DAMAGE, EVENTS_FILE, LONGEST_LINE_BYTES, names_of
 from elastic_trainer.state.s3 import Entry, S3Store
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 
@@ -56,18 +57,15 @@ def is_log(names: Iterable[str]) -> bool:
     return any(name == EVENTS_FILE or _number(name) for name in names)
 
 
-def sealed_names(names: Iterable[str], where: str) -> dict[int, str]:
-    """Return the sealed segments by number; of one that is there twice the compressed object.
+def sealed_names(names: Iterable[str]) -> dict[int, str]:
+    """Return the sealed segments by number; of one that is there twice the compressed object."""
+    return dict(sorted((number, name) for name in sorted(names) if (number := _number(name))))
 
-    Raises StoreRefused if one of them is missing: the log would go on in another place.
-    """
-    found = {number: name for name in sorted(names) if (number := _number(name))}
-    for number in range(1, len(found) + 1):
-        if number not in found:
-            raise StoreRefused(
-                f"{where} has events-{max(found):06d}, but no events-{number:06d}.jsonl or .gz. "
-                f"Copy it there from the run's folder on the coordinator.")
-    return dict(sorted(found.items()))
+
+def gaps(sealed: Mapping[int, str]) -> list[str]:
+    """Return the names of the segments that are missing before and between sealed ones."""
+    after = [(number + 1, later) for number, later in pairwise([0, *sealed])]
+    return [names_of(first, later) for first, later in after if first < later]
 
 
 class Mirror:
@@ -76,7 +74,7 @@ class Mirror:
     def __init__(self, store: S3Store, folder: Path):
         self.store, self.folder = store, folder
         self.left_out: dict[str, str] = {}
-        """The segments that are not in the copy, with the reason in a sentence."""
+        """The segments that are not whole in the copy, with the reason in a sentence."""
         self._have: dict[str, Entry] = {}
         self._first_lines: dict[int, bytes] = {}
         """By number of the sealed segment: the hash of its first line."""
@@ -90,7 +88,9 @@ class Mirror:
                                f"{LISTS} lists were each outdated. Use a faster network.")
 
     def _take(self, listed: Mapping[str, Entry]) -> None:
-        sealed = sealed_names(listed, self.store.where)
+        sealed = sealed_names(listed)
+        for name in gaps(sealed):
+            self._leave_out(name, "is missing")
         total = sum(listed[name].bytes for name in sealed.values())
         if total > MOST_BYTES_IN_ALL:
             raise StoreRefused(f"{self.store.where} has {total} bytes of segments, and a copy has "
@@ -107,23 +107,28 @@ class Mirror:
                 self._have[name] = listed[name]
 
     def _take_sealed(self, number: int, name: str, entry: Entry) -> None:
-        data, why = b"", f"has {entry.bytes} bytes"
-        if entry.bytes <= MOST_BYTES:
+        data, why, plain = b"", "", f"events-{number:06d}.jsonl"
+        is_too_large = entry.bytes > MOST_BYTES
+        if not is_too_large:
             data = self._fetch(name, entry)
-            why = _fault(data) if name.endswith(".gz") else ""
+            why, is_too_large = _fault(data, name.endswith(".gz"))
         if number not in self._first_lines:
             self._drop_newest()  # it was that segment, or one before
-        plain = f"events-{number:06d}.jsonl"
-        if why:
-            self.left_out[name] = (f"{self.store.where}/{name} {why}, so its events are left out. "
-                                   f"Copy it there again from the run's folder.")
+        if is_too_large:
+            self._leave_out(name, why or f"has {entry.bytes} bytes")
             self._place(plain, LEFT_OUT)
         else:
+            if why:
+                self._leave_out(name, why)
             self._place(name, data)
             if name != plain:
                 (self.folder / plain).unlink(missing_ok=True)
-        self._first_lines[number] = _first_line(data, name.endswith(".gz") and not why)
+        self._first_lines[number] = _first_line(data, name.endswith(".gz") and not is_too_large)
         self._have[name] = entry
+
+    def _leave_out(self, name: str, why: str) -> None:
+        self.left_out[name] = (f"{self.store.where}/{name} {why}, so its events are left out. "
+                               f"Copy it there again from the run's folder.")
 
     def _take_newest(self, entry: Entry) -> None:
         if entry.bytes > MOST_BYTES:
@@ -176,21 +181,25 @@ def _number(name: str) -> int:
     return number if name.startswith(f"events-{number:06d}.") else 0
 
 
-def _fault(packed: bytes) -> str:
-    """Return what is wrong with a compressed segment; "" if nothing is. Its text is not kept."""
+def _fault(data: bytes, is_packed: bool) -> tuple[str, bool]:
+    """Return what is wrong with a segment, "" if nothing is, and whether its text is too large.
+    The text is not kept."""
     size = 0
     try:
-        with gzip.open(io.BytesIO(packed)) as file:
+        with gzip.open(io.BytesIO(data)) if is_packed else io.BytesIO(data) as file:
             while piece := file.read(1 << 20):
                 size += len(piece)
                 if size > MOST_BYTES:
-                    return f"has more than {MOST_BYTES} bytes of text"
-    except (OSError, EOFError, zlib.error) as error:
-        return f"cannot be decompressed ({error})"
-    return ""
+                    return f"has more than {MOST_BYTES} bytes of text", True
+    except DAMAGE as error:
+        return f"cannot be decompressed to its end ({error})", False
+    return "" if size else "is empty", False
 
 
 def _first_line(data: bytes, is_packed: bool = False) -> bytes:
     """Return the hash of a segment's first line."""
-    file = gzip.open(io.BytesIO(data)) if is_packed else io.BytesIO(data)
-    return hashlib.sha256(file.readline(LONGEST_LINE_BYTES)).digest()
+    line = b""
+    with (gzip.open(io.BytesIO(data)) if is_packed else io.BytesIO(data) as file,
+          suppress(*DAMAGE)):
+        line = file.readline(LONGEST_LINE_BYTES)
+    return hashlib.sha256(line).digest()

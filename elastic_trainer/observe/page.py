@@ -144,6 +144,8 @@ def figures(run: Run) -> Element:
     if clock := result.get("clock_set_back"):
         facts.append(("clock was set back", f"{clock['by_s']:,.0f} s",
                       f"at {plain(clock['event'])}: wall time and goodput are wrong"))
+    for name, reason in result.get("segments_left_out", {}).items():
+        facts.append(("left out", "-", plain(f"{name} {reason}")))
     section = Element("section", {"class": "figures"})
     for label, value, remark in facts:
         card = SubElement(section, "div", {"class": "figure"})

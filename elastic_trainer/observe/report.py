@@ -145,12 +145,15 @@ def read_log(run_dir: str | Path, through: Callable[[Iterable[Event]], Iterable[
 
     `through` gets the events, too. skipped_lines: torn and malformed lines, which are left out.
     unknown_events: events that event_table does not have, e.g. of a newer version.
+    segments_left_out: the segments of the log that are missing or cannot be read to their end, with
+    the reason; only if there is one.
     """
     log = Reader(Path(run_dir))
     history = history_of(through(log.events(to_the_end=True)))
     history.run = history.run or Path(run_dir).resolve().name
     counts = {"skipped_lines": log.malformed, "unknown_events": log.unknown}
-    return history, result_of(history) | counts
+    holes = {"segments_left_out": log.left_out} if log.left_out else {}
+    return history, result_of(history) | counts | holes
 
 
 def summarize_log(run_dir: str | Path) -> dict[str, Any]:

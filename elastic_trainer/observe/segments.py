@@ -17,6 +17,8 @@ What always holds:
    LONGEST_LINE_BYTES are read at once.
 4. `Reader.events` leaves malformed events out (schema.py) and counts them. It counts events that
    event_table does not have, too, and yields them.
+5. A sealed segment that is missing, empty or damaged ends no reader. Its text up to the damage is
+   read, the rest is left out, and `Reader.left_out` names it with the reason.
 
 What it does not do: delete anything. The log of 10^6 steps has 270 MB; compressed, 30 MB.
 """
@@ -29,7 +31,9 @@ import io
 import os
 import re
 import shutil
+import stat
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -52,6 +56,10 @@ LONGEST_LINE_BYTES = 2 * MAX_LINE_BYTES
 """A longer line comes in pieces of this size, each of which is malformed."""
 
 
+DAMAGE = (OSError, EOFError, zlib.error)
+"""What reading a damaged segment raises."""
+
+
 class Position(NamedTuple):
     """The place in the log up to which a reader has read."""
 
@@ -71,6 +79,12 @@ def segments(run_dir: Path) -> dict[int, Path]:
             if match := re.fullmatch(r"events-(\d{6,})\.jsonl(\.gz)?", name):
                 found[int(match[1])] = run_dir / name
     return dict(sorted(found.items()))
+
+
+def names_of(first: int, later: int) -> str:
+    """Return the names of the segments from the first on, before a later one."""
+    names = [f"events-{number:06d}.jsonl" for number in {first: 0, later - 1: 0}]
+    return " to ".join(names)
 
 
 def has_events(run_dir: Path) -> bool:
@@ -108,6 +122,8 @@ def compress(run_dir: Path, late_s: float = LATE_S) -> list[Path]:
     made = []
     for path in segments(run_dir).values():
         target = path.with_name(path.name + ".gz")
+        if not path.is_file():
+            continue  # damage, which the readers name
         if path.suffix == ".gz":
             path.with_suffix("").unlink(missing_ok=True)  # its writer was killed after the rename
             continue
@@ -135,6 +151,9 @@ class Reader:
         """Lines that were left out: torn lines, and malformed events."""
         self.unknown = 0
         """Events that event_table does not have. They are not left out."""
+        self.left_out: dict[str, str] = {}
+        """Sealed segments that cannot be read, or not to their end, each with the reason: the
+        predicate of a sentence."""
         self._segment, self._offset, before = position or Position()
         self._before = dict(before)
 
@@ -180,78 +199,103 @@ class Reader:
         """
         yield from self._late_lines()
         while (opened := self._open()) is not None:
-            file, is_sealed = opened
+            file, sealed = opened
             with file:
-                for line in _pieces(file):
+                for line in self._pieces(file, sealed):
                     is_open = not line.endswith(b"\n") and len(line) < LONGEST_LINE_BYTES
-                    if is_open and not (is_sealed or to_the_end):
+                    if is_open and not (sealed or to_the_end):
                         break
                     self._offset += len(line)
                     yield line
-            if not is_sealed:
+            if not sealed:
                 return
+            if not self._offset:
+                self.left_out.setdefault(sealed, "is empty")
             if not _is_compressed(file):
-                self._before[f"events-{self._segment:06d}.jsonl"] = self._offset
+                self._before[sealed] = self._offset
             self._segment, self._offset = self._segment + 1, 0
+
+    def _pieces(self, file: BinaryIO, sealed: str) -> Iterator[bytes]:
+        """Yield the lines of a file, of a line that is too long its pieces; of a damaged segment,
+        whose name is `sealed`, those before the damage."""
+        try:
+            yield from iter(partial(file.readline, LONGEST_LINE_BYTES), b"")
+        except DAMAGE as error:
+            if not sealed:
+                raise
+            self.left_out.setdefault(sealed, f"cannot be read to its end ({_reason(error)})")
 
     def _late_lines(self) -> Iterator[bytes]:
         """Yield the lines that earlier segments have got since they were read."""
         for name, offset in list(self._before.items()):
+            path = self.run_dir / name
             try:
-                if (self.run_dir / name).stat().st_size <= offset:
+                if path.stat().st_size <= offset:
                     continue
-                file: BinaryIO = open(self.run_dir / name, "rb")  # noqa: SIM115 (closed below)
             except FileNotFoundError:
                 del self._before[name]  # it is compressed: no more lines come
-                try:
-                    file = _decompressed(self.run_dir / f"{name}.gz")
-                except FileNotFoundError:
-                    continue
+                path = self.run_dir / f"{name}.gz"
+            try:
+                file = _opened(path, offset)
+            except DAMAGE:
+                continue  # it was read before
             with file:
-                file.seek(offset)
-                for line in _pieces(file):
+                for line in self._pieces(file, path.name):
                     if name in self._before:
                         self._before[name] += len(line)
                     yield line
 
-    def _open(self) -> tuple[BinaryIO, bool] | None:
-        """Return the segment to be read, open at its offset, and whether it is sealed.
-
-        None if there is no such segment.
-        """
+    def _open(self) -> tuple[BinaryIO, str] | None:
+        """Return the next segment that can be opened, open at its offset, and its name if it is
+        sealed, else "". None if there is no such segment."""
         while True:
             sealed = segments(self.run_dir)
             path = sealed.get(self._segment)
+            later = min((number for number in sealed if number > self._segment), default=0)
+            if not path and later:
+                if segments(self.run_dir) == sealed:  # a list is no snapshot of a folder
+                    self.left_out.setdefault(names_of(self._segment, later), "is missing")
+                    self._segment, self._offset = later, 0
+                continue
             try:
-                if path is None:
-                    # The caller closes it.
-                    file: BinaryIO = open(self.run_dir / EVENTS_FILE, "rb")  # noqa: SIM115
-                elif path.suffix == ".gz":
-                    file = _decompressed(path)
-                else:
-                    file = open(path, "rb")  # noqa: SIM115
-            except FileNotFoundError:
-                if segments(self.run_dir) == sealed:
+                file = _opened(path or self.run_dir / EVENTS_FILE, self._offset)
+            except DAMAGE as error:
+                is_absent = isinstance(error, FileNotFoundError)
+                if is_absent and segments(self.run_dir) != sealed:
+                    continue  # it was sealed, or compressed, in between
+                if path:
+                    self.left_out.setdefault(path.name, f"cannot be read ({_reason(error)})")
+                    self._segment, self._offset = self._segment + 1, 0
+                    continue
+                if is_absent:
                     return None
-                continue  # it was sealed, or compressed, in between
-            if path is None and self._segment in segments(self.run_dir):
+                raise
+            if not path and self._segment in segments(self.run_dir):
                 file.close()  # it was sealed in between, so this may be the one behind it
                 continue
-            file.seek(self._offset)
-            return file, path is not None
+            return file, path.name if path else ""
 
 
-def _pieces(file: BinaryIO) -> Iterator[bytes]:
-    """Return the lines of a file; of a line that is too long its pieces."""
-    return iter(partial(file.readline, LONGEST_LINE_BYTES), b"")
+def _opened(path: Path, offset: int) -> BinaryIO:
+    """Open a segment at an offset of its text. Raises DAMAGE.
 
-
-def _decompressed(path: Path) -> BinaryIO:
-    """Open a compressed segment.
-
-    BufferedReader cuts the lines in C: GzipFile.readline took a tenth of a whole `verify`.
+    BufferedReader cuts the lines of a compressed one in C: GzipFile.readline took a tenth of a
+    whole `verify`.
     """
-    return io.BufferedReader(cast(io.RawIOBase, gzip.open(path, "rb")))
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would block
+        raise OSError("it is no file")
+    file: BinaryIO = (io.BufferedReader(cast(io.RawIOBase, gzip.open(path, "rb")))
+                      if path.suffix == ".gz" else open(path, "rb"))  # noqa: SIM115 (returned)
+    try:
+        file.seek(offset)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _reason(error: BaseException) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _is_compressed(file: BinaryIO) -> bool:

@@ -83,6 +83,8 @@ class Status:
     """The step of the newest checkpoint, and when it was published."""
     skipped: int = 0
     """Lines of the event log that were left out, torn or malformed."""
+    left_out: tuple[str, ...] = ()
+    """Segments of the event log that are missing or cannot be read to their end."""
     recent: tuple[str, ...] = ()
 
     @property

@@ -72,6 +72,8 @@ def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     if result.get("skipped_lines"):
         rows.append(("skipped", f"{result['skipped_lines']} lines of the event log, torn or "
                                 f"malformed"))
+    rows += [("left out", f"{name} {reason}")
+             for name, reason in result.get("segments_left_out", {}).items()]
     if result.get("unknown_events"):
         rows.append(("unknown", f"{result['unknown_events']} events that this version of "
                                 f"elastic-trainer does not know"))

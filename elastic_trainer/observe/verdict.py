@@ -35,15 +35,22 @@ class Verdict:
     """Steps, samples and SHA-256 of the weights, of each run.finished."""
     violations: tuple[str, ...]
     notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """The segments of the log that are missing or cannot be read. The violations may come from the
+    lines that they lack."""
 
     @property
     def is_proved(self) -> bool:
-        return not self.violations
+        return not (self.violations or self.left_out)
 
     def sentences(self, *, most: int = 20) -> list[str]:
         """Return what was proved, or what was violated, and the notes; at most `most` of each."""
-        found = (self._proofs() if self.is_proved
-                 else _first(most, "violated", self.violations))
+        if self.is_proved:
+            found = self._proofs()
+        elif self.left_out:
+            found = _first(most, "not proved", (*self.left_out, *self.violations))
+        else:
+            found = _first(most, "violated", self.violations)
         return found + _first(most, "note", self.notes)
 
     def _proofs(self) -> list[str]:

@@ -17,6 +17,8 @@ What always holds:
 4. A finished run has all its steps, and its run.finished has the same sums as their lines. Its
    result.json has them, too, so it shows that the end of an event log was cut off.
 5. A wrong line costs one sentence or a few: the judgement continues from the claims of that line.
+6. Nothing is proved if a segment of the log is missing or cannot be read to its end. The verdict
+   names the segment first.
 
 The kept history has the steps from which the weights were made: a start from a checkpoint drops
 the later steps from it.
@@ -59,7 +61,10 @@ def verify(run_dir: str | Path) -> Verdict:
     if not has_events(Path(run_dir)):
         raise FileNotFoundError(f"{run_dir} has no event log")
     restored = restored_steps(read_lines(run_dir, b'"state.checkpoint_restored"'))
-    verdict = judge(read_lines(run_dir), restored)
+    log = Reader(Path(run_dir))
+    verdict = judge(_lines(log), restored)
+    verdict = replace(verdict, left_out=tuple(
+        f"{name} {reason}, and its events are left out." for name, reason in log.left_out.items()))
     if not verdict.steps and any(read_lines(run_dir, b'"worker.commit_kept"')):
         return replace(verdict, violations=(
             "the script is in Horovod's own style, whose commits do not say which samples they "
@@ -94,7 +99,11 @@ def read_lines(run_dir: str | Path, having: bytes = b"") -> Iterator[Line]:
     A writer that is killed in a line leaves no line end, so the next event is on the same line: it
     counts as two.
     """
-    for number, raw in enumerate(Reader(Path(run_dir)).lines(to_the_end=True), start=1):
+    return _lines(Reader(Path(run_dir)), having)
+
+
+def _lines(log: Reader, having: bytes = b"") -> Iterator[Line]:
+    for number, raw in enumerate(log.lines(to_the_end=True), start=1):
         if having not in raw:
             continue
         if (event := _parse_event(raw)) is not None:

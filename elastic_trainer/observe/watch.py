@@ -174,6 +174,7 @@ def _facts(status: Status) -> list[tuple[str, str]]:
         ("generation", f"{status.generation}"),
         ("attempt", f"{status.attempt}"),
         *([("skipped lines", f"{status.skipped}")] if status.skipped else []),
+        *([("left out", ", ".join(status.left_out))] if status.left_out else []),
     ]
 
 
@@ -257,7 +258,10 @@ class Watch:
             self._take(event)
             before, status = status, fold(status, event)
             self._news += status.recent[-1:] if status.recent is not before.recent else ()
-        self.status = replace(status, skipped=self._log.malformed)
+        left_out = self._log.left_out
+        self._news += [f"{name} {reason}, and its events are left out."
+                       for name, reason in left_out.items() if name not in status.left_out]
+        self.status = replace(status, skipped=self._log.malformed, left_out=(*left_out,))
 
     def _print_news(self) -> None:
         for line in self._news:
