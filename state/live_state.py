@@ -20,7 +20,7 @@ What it does not do: stand in the place of `TorchState` in a script. training/ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -43,14 +43,15 @@ class LiveState:
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
                  scaler: torch.amp.GradScaler | None = None, scheduler: LRScheduler | None = None,
-                 identity: dict[str, Any] | None = None):
+                 identity: dict[str, Any] | None = None,
+                 optimizers: Mapping[str, torch.optim.Optimizer] | None = None):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.identity = identity or {}
         """What decides which samples and which bits a step has. Values of another job are
         refused."""
         self.parameters = ModelParameters(model)
         self.model_buffers, self.modes = ModelBuffers(model), Modes(model)
-        self.optimizer_values = OptimizerValues(model, optimizer)
+        self.optimizer_values = OptimizerValues(model, optimizer, optimizers)
         self.rates = Rates(optimizer, scheduler)
         self.extra_state = ExtraState(model)
         self.extras: dict[str, Any] = {}

@@ -5,28 +5,51 @@ optimizer → here → checkpoint, newcomer → here → optimizer
 What always holds:
 1. A parameter goes by its plain name, so values fit any optimizer with the same groups.
 2. Values are compared with this optimizer before anything of it is changed.
+3. What an optimizer keeps beside `state` and `param_groups` is kept too (attributes.py): numbers
+   that it counts, buffers of its own, and optimizers inside of it. What cannot be kept is an error
+   after the step that made it.
+4. If such a value cannot be kept, and the optimizer has a state_dict and a load_state_dict of its
+   own, then what they add to `state` and `param_groups` is kept instead.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from elastic_trainer.state.attributes import Attributes, Kept
+from elastic_trainer.state.foreign import Node, Walk, leaves
 from elastic_trainer.state.layout import LayoutError
-from elastic_trainer.state.names import named_parameters
+from elastic_trainer.state.names import named_buffers, named_parameters, plain
 from elastic_trainer.state.rates import taken_in_place, tensor_kind
+from elastic_trainer.state.taking import Taking, own
+
+STANDARD = ("state", "param_groups")
+"""What torch's own state_dict has."""
 
 
 class OptimizerValues:
-    """The groups and the state of one optimizer."""
+    """The groups, the state and the attributes of one optimizer, or of several as one
+    (`members`)."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                 members: Mapping[str, torch.optim.Optimizer] | None = None):
         self._model, self._optimizer = model, optimizer
+        self._members_by_name = dict(members or {"": optimizer})
         self._group_sizes = self._sizes()
+        self.attributes = Attributes(self._members_by_name, self._kept, STANDARD)
 
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def check(self, step: int) -> None:
+        """Raise RuntimeError if the optimizer has changed in a step as it must not."""
+        self.check_groups(step)
+        if self.attributes.is_new():
+            self.attributes.values()
+        self._check_attributes(step)
 
     def check_groups(self, step: int) -> None:
         """Raise RuntimeError if the optimizer has other groups than at the start: newcomers, and a
@@ -37,19 +60,86 @@ class OptimizerValues:
                 f"of {self._group_sizes} at the start. Build it with all parameters: one "
                 "whose requires_grad is False is not moved until a step sets it True.")
 
+    def _check_attributes(self, step: int) -> None:
+        """Raise RuntimeError if the optimizer has changed what cannot be kept, as the last walk has
+        found it."""
+        if not (flaws := self.attributes.flaws) or self._owns_dict():
+            return
+        names = "; ".join(f"{place} (now {what})" for place, what in list(flaws.items())[:4])
+        raise RuntimeError(
+            f"the optimizer {type(self._optimizer).__name__} has changed by step {step} what "
+            f"cannot be kept: {names}. A newcomer and a resumed run would lack it. Keep tensors "
+            f"and numbers in self.state[parameter] or in attributes that __init__ makes, or give "
+            f"the optimizer a state_dict and a load_state_dict that have this value.")
+
+    def _owns_dict(self) -> bool:
+        """True if each optimizer has a state_dict and a load_state_dict of its own."""
+        bare = torch.optim.Optimizer
+        return all(type(one).state_dict is not bare.state_dict
+                   and type(one).load_state_dict is not bare.load_state_dict
+                   for one in self._members_by_name.values())
+
+    def _kept(self) -> Kept:
+        """Return what the state has of the model and the optimizer by other names."""
+        kept, names = Kept(), dict[int, str]()
+        for name, parameter in named_parameters(self._model).items():
+            kept.add(parameter, "parameter", name)
+            names[id(parameter)] = name
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                kept.storages[parameter.grad.untyped_storage().data_ptr()] = "gradient"
+        for name, buffer in named_buffers(self._model).items():
+            kept.add(buffer, "buffer", name)
+        for name, module in self._model.named_modules():
+            kept.add(module, "module", plain(name))
+        for name, member in self._members_by_name.items():
+            kept.add(member, "optimizer", name)
+            kept.add(member.state, "state", name)
+            kept.add(member.param_groups, "groups", name)
+        for number, group in enumerate(self._optimizer.param_groups):
+            kept.add(group, "group", number)
+            _add_tensors(kept, group, "group", number)
+            for parameter in group["params"]:
+                if parameter in self._optimizer.state:
+                    entry = self._optimizer.state[parameter]
+                    if isinstance(entry, (dict, list, torch.Tensor)):
+                        kept.add(entry, "of", names[id(parameter)])
+                    _add_tensors(kept, entry, "of", names[id(parameter)])
+        return kept
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """Yield the tensors and numbers that the attributes hold, with their places."""
+        for name, (pairs, _) in self.attributes.values().items():
+            for attribute, node in pairs:
+                yield from leaves(node, f"optimizer{name and '.'}{name}.{attribute}")
+
     def _members(self, names: dict[int, str]) -> list[list[str]]:
         return [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
 
     def values(self, names: dict[int, str]) -> dict[str, Any]:
         """Return the values (nothing is copied); `names` has the parameters' names by id."""
         groups, kept = self._optimizer.param_groups, self._optimizer.state
+        attributes = self.attributes.values()
+        added = self._own_values() if self.attributes.flaws and self._owns_dict() else {}
         return {
+            **({"attributes": attributes} if attributes else {}),
+            **({"own": added} if added else {}),
             "state": {names[id(p)]: kept[p] for g in groups for p in g["params"] if p in kept},
             "groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
             "members": self._members(names),
             "shared": {key: value for key, value in kept.items()
                        if not isinstance(key, torch.Tensor)},
         }
+
+    def _own_values(self) -> dict[str, Node]:
+        """Return what the optimizers' own state_dicts have beside torch's."""
+        kept, found = self._kept(), dict[str, Node]()
+        for name, member in self._members_by_name.items():
+            walk = Walk(kept.nodes, kept.storages)
+            found[name] = walk.describe({key: value for key, value in member.state_dict().items()
+                                         if key not in STANDARD}, f"state_dict of {name}")
+            if flaws := [*walk.flaws, *walk.left]:
+                raise TypeError(f"the optimizer's state_dict has {flaws}, which cannot be kept")
+        return found
 
     def require_fit(self, values: dict[str, Any]) -> None:
         """Raise LayoutError if values are not of this optimizer."""
@@ -64,9 +154,38 @@ class OptimizerValues:
                         f"{key} of the optimizer's group {number} is {theirs[key]!r} there, but "
                         f"{group[key]!r} in this job: a tensor and a number, or tensors of other "
                         "types")
+        self.attributes.require_fit(values.get("attributes", {}), self._finder(values))
+
+    def _finder(self, values: dict[str, Any]) -> Callable[[Node], Any]:
+        """Return what finds what nodes refer to: also in a state that is not loaded yet."""
+        kept = self._kept()
+
+        def find(node: Node) -> Any:
+            match list(node):
+                case ["kept", "of", str(name)]:
+                    return values["state"][name]
+                case ["kept", "of", str(name), key]:
+                    return values["state"][name][key]
+                case ["kept", "group", int(number), key]:
+                    return values["groups"][number][key]
+            return kept.find(node)
+
+        return find
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over values that fit."""
+        self._load_standard(values)
+        self.attributes.load(values.get("attributes", {}))
+        if added := values.get("own"):
+            for name, member in self._members_by_name.items():
+                taking = Taking(self._kept().find, self.attributes.device())
+                found = taking.build(added[name])
+                taking.finish()
+                member.load_state_dict(member.state_dict() | found)
+            self._load_standard(values)  # it may have copied what the attributes share
+            self.attributes.load(values.get("attributes", {}))
+
+    def _load_standard(self, values: dict[str, Any]) -> None:
         parameters, kept = named_parameters(self._model), self._optimizer.state
         kept.clear()
         kept.update(values.get("shared", {}))
@@ -81,6 +200,13 @@ class OptimizerValues:
                     kept[parameters[name]] = _moved(entries[name], parameters[name], moves_step)
 
 
+def _add_tensors(kept: Kept, entry: Any, *name: Any) -> None:
+    """Note the tensors and containers of a group, or of what is kept of a parameter."""
+    for key, value in entry.items() if isinstance(entry, dict) else ():
+        if isinstance(value, (torch.Tensor, dict, list)) and key != "params":
+            kept.add(value, *name, key)
+
+
 def _moved(value: Any, parameter: torch.Tensor, moves_step: bool, key: Any = None) -> Any:
     """Return what an optimizer keeps of a parameter with its tensors on the parameter's device, in
     its memory format.
@@ -91,7 +217,7 @@ def _moved(value: Any, parameter: torch.Tensor, moves_step: bool, key: Any = Non
     if isinstance(value, torch.Tensor):
         if value.shape == parameter.shape and value.stride() != parameter.stride():
             return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        return value.to(parameter.device) if key != "step" or moves_step else value
+        return own(value.to(parameter.device) if key != "step" or moves_step else value)
     if isinstance(value, dict):
         return {k: _moved(v, parameter, moves_step, k) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -162,19 +162,6 @@ def test_an_optimizers_shared_state_is_kept_when_the_run_goes_on(tmp_path: Path)
     assert hashes[0] == hashes[2]
 
 
-class Lookahead(torch.optim.SGD):
-    """Keeps values beside `state`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"slow": {}}
-
-
-def test_an_optimizer_is_refused_when_it_has_a_state_dict_of_its_own() -> None:
-    """What it keeps there would be lost in silence."""
-    with pytest.raises(ConfigError, match="Lookahead has a state_dict of its own"):
-        trained(model := built(), Lookahead(model.parameters(), lr=0.1))
-
-
 def steps_itself(model: Model, batch: Any) -> torch.Tensor:
     mse(model, batch).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()

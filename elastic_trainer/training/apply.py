@@ -119,7 +119,7 @@ class StepEnd:
             job.after_step(state.committed)
         else:
             state.rates.note()
-        state.optimizer_values.check_groups(state.committed)
+        state.optimizer_values.check(state.committed)
         state.parameters.check()
         state.commit(samples, digest, clock_ms, finishes)
         state.is_applying = False

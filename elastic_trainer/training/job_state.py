@@ -22,6 +22,7 @@ from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.ring import RingReducer
 from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.settings import CONFIGURATION, settings_of
+from elastic_trainer.training.several import members_of
 from elastic_trainer.training.traced import TracedReducer
 from elastic_trainer.training.words import Words
 
@@ -33,7 +34,8 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
     identity = {"dataset_size": numbers.dataset_size, "global_batch": numbers.global_batch,
                 "shards": numbers.shards, "seed": numbers.seed, "reduce": reduce}
     state = LiveState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler,
-                         identity=identity | cut_of(numbers))
+                         identity=identity | cut_of(numbers),
+                         optimizers=dict(zip(job.phases, members_of(job.optimizer), strict=True)))
     state.extras, state.phases = job.extras, len(job.phases)
     if job.logs:
         state.run_id = secrets.token_hex(8)  # that of rank 0 holds: the others receive its state

@@ -51,10 +51,6 @@ class Several(torch.optim.Optimizer):
         """Never called: each phase steps its own optimizer."""
         raise AssertionError("each phase steps its own optimizer")
 
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
-        """Call a hook before each step of each optimizer; returns what removes it."""
-        return Handles([member.register_step_pre_hook(hook) for member in self.members.values()])
-
 
 class Schedulers(LRScheduler):
     """The torch schedulers of several optimizers, as one: each is stepped once for each step."""
@@ -143,6 +139,22 @@ class States(MutableMapping[Any, Any]):
         """Forget everything, in all optimizers."""
         for optimizer in self._optimizers:
             optimizer.state.clear()
+
+
+def hooked(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Handles:
+    """Call a hook before each step of each optimizer; returns what removes it.
+
+    A wrapper that has not called Optimizer.__init__ has no hooks: the optimizers in it have.
+    """
+    handles, waiting = [], members_of(optimizer)
+    while waiting:
+        member = waiting.pop()
+        if hasattr(member, "_optimizer_step_pre_hooks"):
+            handles.append(member.register_step_pre_hook(hook))
+        else:
+            waiting += [one for one in vars(member).values()
+                        if isinstance(one, torch.optim.Optimizer) and one is not member]
+    return Handles(handles)
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:

@@ -63,11 +63,6 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
     if isinstance(optimizer, torch.optim.SparseAdam):
         return (f"the optimizer is {kind}, but gradients are summed densely. Use Adam, and "
                 f"embeddings with sparse=False.")
-    if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        return (
-            f"the optimizer {kind} has a state_dict of its own, so it keeps values that a "
-            f"checkpoint and a newcomer would lack. Use an optimizer that keeps "
-            f"all of them in its state and param_groups.")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (

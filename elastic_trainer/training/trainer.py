@@ -46,6 +46,7 @@ from elastic_trainer.training.lengths import length_of
 from elastic_trainer.training.moves import Move
 from elastic_trainer.training.options import Options, Schedule
 from elastic_trainer.training.overridden import overridden
+from elastic_trainer.training.several import hooked
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.words import OF_TRAINER
 from elastic_trainer.training.worker import Worker
@@ -245,7 +246,7 @@ class Trainer:
 
     def _steps(self) -> Generator[Step, None, None]:
         self._require_alone()  # zip() enters several before it asks the first one for a step
-        hook = self._worker.job.optimizer.register_step_pre_hook(self._worker.forbid_step)
+        hook = hooked(self._worker.job.optimizer, self._worker.forbid_step)
         self._in_thread.trainer = self
         self._leaving.enter()
         try:

@@ -60,6 +60,8 @@ SLICE_TENSORS = 8
 MOST_SLICES = 256
 """The most slices of a model, so a difference is found within this number of steps."""
 BLOCK_BYTES = 4096
+ATTRIBUTES_EVERY = 8
+"""The attributes of the optimizer are compared each time after this number of slices."""
 
 Part = tuple[str, int]
 """A tensor's name and the checksum of its bytes in the slice."""
@@ -116,12 +118,31 @@ class Replica:
             kept = self.state.optimizer.state.get(parameter, {})
             for key in sorted(kept, key=str):
                 found.append((f"{name}/{key}", _folded(kept[key], low, high, parameter.numel())))
+        found += self._attribute_parts(index, slices)
         # A forward pass of this step has changed the others.
         buffers = self.state.buffers_before() or self.state.buffers
         names = sorted(buffers)
         for name in names[len(names) * index // slices : len(names) * (index + 1) // slices]:
             found.append((name, _folded(buffers[name], 0, 1, 1)))
         return found
+
+    def _attribute_parts(self, index: int, slices: int) -> list[Part]:
+        """Return the checksums of what the optimizer keeps in its attributes: all numbers, and the
+        tensors of this slice and of the next ones. Not in each step, because the walk through the
+        attributes takes longer than the checksums."""
+        stride = min(ATTRIBUTES_EVERY, slices)
+        if index % stride:
+            return []
+        numbers, tensors = dict[str, list[Any]](), list[tuple[str, torch.Tensor]]()
+        for place, value in self.state.optimizer_values.leaves():
+            if isinstance(value, torch.Tensor):
+                tensors.append((place, value))
+            else:
+                numbers.setdefault(place, []).append(value)
+        low, high = (min(len(tensors), len(tensors) * edge // slices)
+                     for edge in (index, index + stride))
+        return [*((place, _folded(values, 0, 0, 1)) for place, values in numbers.items()),
+                *((place, _folded(value, 0, 1, 1)) for place, value in tensors[low:high])]
 
     def _numbers(self) -> Any:
         state = self.state
