@@ -16,11 +16,12 @@ import torch
 
 from elastic_trainer.state.findings import are_sound
 from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.module_attributes import is_plain
 
 OPTIONAL: dict[str, Any] = {
     "samples": 0, "evaluating": [], "trained": [], "aliases": {}, "left_out": [], "rate_used": 0.0,
     "scheduler": None, "extra_state": {}, "settings": {}, "phase": 0, "clock_ms": 0,
-    "findings": {}}
+    "findings": {}, "attributes": {}}
 """What version 0.1 has not written."""
 
 
@@ -40,7 +41,8 @@ def check_kinds(values: Any) -> None:
     texts = ("evaluating", "trained", "left_out")
     odd += [name for name in texts if not _is_list(found[name], str)]
     named = {"parameters": torch.Tensor, "buffers": torch.Tensor, "extras": object,
-             "extra_state": object, "settings": object, "aliases": str, "findings": object}
+             "extra_state": object, "settings": object, "aliases": str, "findings": object,
+             "attributes": object}
     odd += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
     if not odd:
         odd = [name for name, is_sound in _contents(found).items() if not is_sound]
@@ -65,6 +67,7 @@ def _contents(found: dict[str, Any]) -> dict[str, bool]:
                                        and isinstance(scheduler.get("state"), dict)),
         "last_vote": _is_list(found["last_vote"], int) and len(found["last_vote"]) in (2, 4),
         "findings": are_sound(found["findings"]),
+        "attributes": all(map(is_plain, found["attributes"].values())),
         "settings": not found["settings"] or isinstance(found["settings"].get("optimizer"), str),
         "aliases": (set(found["aliases"].values())
                     <= found["parameters"].keys() | found["buffers"].keys()),

@@ -33,6 +33,7 @@ from elastic_trainer.state.layout import MACHINE_BYTES, LayoutError, Packed, out
 from elastic_trainer.state.model_buffers import ModelBuffers
 from elastic_trainer.state.model_parameters import ModelParameters
 from elastic_trainer.state.modes import Modes
+from elastic_trainer.state.module_attributes import ModuleAttributes
 from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.optimizer_values import OptimizerValues
 from elastic_trainer.state.rates import Rates
@@ -47,13 +48,12 @@ class LiveState:
                  optimizers: Mapping[str, torch.optim.Optimizer] | None = None):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.identity = identity or {}
-        """What decides which samples and which bits a step has. Values of another job are
-        refused."""
+        """What decides which samples and bits a step has. Values of another job are refused."""
         self.parameters = ModelParameters(model)
         self.model_buffers, self.modes = ModelBuffers(model), Modes(model)
         self.optimizer_values = OptimizerValues(model, optimizer, optimizers)
         self.rates = Rates(optimizer, scheduler)
-        self.extra_state = ExtraState(model)
+        self.extra_state, self.attributes = ExtraState(model), ModuleAttributes(model)
         self.extras: dict[str, Any] = {}
         """What the user has registered, by name: objects with state_dict and load_state_dict."""
         self.settings: dict[str, Any] = {}
@@ -66,14 +66,11 @@ class LiveState:
         self.begun = 0
         """Ticks begun: one more than `ticks` while a phase is in flight, and after it broke."""
         self.has_state = False
-        """True once this worker holds the run's values (its own from the start, restored, or
-        received)."""
+        """True once this worker holds the run's values."""
         self.is_applying = False
-        """True while parameters may be half changed: then this worker's values are worth
-        nothing."""
+        """True while parameters may be half changed: then its values are worth nothing."""
         self.lineage = 0
-        """The number under which this attempt publishes checkpoints (commit_log.py); 0: it has
-        none."""
+        """The number under which this attempt publishes checkpoints (commit_log.py); 0: none."""
         self.loss = float("nan")
         self.samples = 0
         self.last_vote: tuple[int, ...] = (0, 0, 0, 0)
@@ -122,10 +119,16 @@ class LiveState:
         self.begun = self.ticks + 1
         self.model_buffers.begin()
         self.modes.begin()
+        self.attributes.begin()
         self.extra_state.begin()
 
     def restore(self) -> None:
-        """Put back what a forward pass has changed: before each shard, and when a step broke."""
+        """Put back what shards have changed, when a step broke."""
+        self.reopen()
+        self.attributes.reset()
+
+    def reopen(self) -> None:
+        """Put back what a forward pass has changed, before each shard. ModuleAttributes stay."""
         self.model_buffers.reset()
         self.modes.reset()
         self.extra_state.reset()
@@ -135,6 +138,7 @@ class LiveState:
         self.begun = self.ticks
         self.model_buffers.forget()
         self.modes.forget()
+        self.attributes.end()
         self.extra_state.forget()
 
     def buffers_before(self) -> dict[str, torch.Tensor]:
@@ -165,6 +169,7 @@ class LiveState:
         self.prepared = self.ticks
         self.model_buffers.forget()
         self.modes.end()
+        self.attributes.end()
 
     # --- as bytes ---------------------------------------------------------------------------------
 
@@ -184,6 +189,7 @@ class LiveState:
             **self.rates.values(),
             "parameters": parameters,
             "evaluating": self.modes.evaluating(),
+            "attributes": self.attributes.changed(),
             "trained": self.parameters.trained(),
             "buffers": buffers.named,
             "aliases": buffers.aliases,
@@ -203,27 +209,26 @@ class LiveState:
     def fits(self, values: dict[str, Any]) -> None:
         """Raise LayoutError when values are not of this job, model and optimizer."""
         if values["identity"] != self.identity:
-            raise LayoutError(
-                f"it is of a job with {values['identity']}, but this job has {self.identity}")
+            raise LayoutError(f"it is of a job with {values['identity']}, but this job has "
+                              f"{self.identity}")
         _require_same_tensors("parameters", values["parameters"], self.parameters.named())
         _require_same_tensors("buffers", values["buffers"], self.buffers)
         self.optimizer_values.require_fit(values["optimizer"])
         if not 0 <= values.get("phase", 0) < self.phases:
             raise LayoutError(f"it stands in phase {values['phase']} of a step, but a step of this "
                               f"job has {self.phases}")
-        both = (values.get("settings", {}), self.settings)
-        names = [settings["optimizer"] for settings in both if settings]
+        names = [settings["optimizer"] for settings in (values.get("settings", {}), self.settings)
+                 if settings]
         if len(set(names)) > 1:
             raise LayoutError(f"the optimizer is {names[0]} there, but {names[1]} in this job")
         if misfit := self.rates.misfit(values):
             raise LayoutError(misfit)
-        if (values["scaler"] is None) != (self.scaler is None):
-            raise LayoutError("a gradient scaler is in only one of the two")
-        if self.scaler is not None and values["scaler"].keys() != self.scaler.state_dict().keys():
-            raise LayoutError(f"the gradient scaler has {sorted(values['scaler'], key=str)} there")
+        _require_same_scaler(values["scaler"], self.scaler)
         if (extra := sorted(values.get("extra_state", {}))) != sorted(self.extra_state.modules):
             raise LayoutError(f"the modules' extra state is {extra} there and "
                               f"{sorted(self.extra_state.modules)} in this model")
+        if misfit := self.attributes.misfit(values.get("attributes", {})):
+            raise LayoutError(misfit)
         if values["extras"].keys() != self.extras.keys():
             raise LayoutError(f"the objects in state (with train(): extras) are "
                               f"{sorted(values['extras'])} there and {sorted(self.extras)} in this "
@@ -264,6 +269,7 @@ class LiveState:
         self.model_buffers.load(values["buffers"])
         if "evaluating" in values:
             self.modes.load(values["evaluating"])
+            self.attributes.load(values.get("attributes", {}))
         self.optimizer_values.load(values["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])
@@ -295,6 +301,14 @@ def _require_same_tensors(kind: str, theirs: dict[str, torch.Tensor],
         if tensor.shape != mine[name].shape or tensor.dtype != mine[name].dtype:
             raise LayoutError(f"{name} is {tuple(tensor.shape)} {tensor.dtype} there, but "
                               f"{tuple(mine[name].shape)} {mine[name].dtype} in this model")
+
+
+def _require_same_scaler(theirs: dict[str, Any] | None, mine: torch.amp.GradScaler | None) -> None:
+    """Raise LayoutError if the values of a gradient scaler are not those of this one."""
+    if (theirs is None) != (mine is None):
+        raise LayoutError("a gradient scaler is in only one of the two")
+    if theirs is not None and mine is not None and theirs.keys() != mine.state_dict().keys():
+        raise LayoutError(f"the gradient scaler has {sorted(theirs, key=str)} there")
 
 
 def _memory(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:

@@ -132,6 +132,7 @@ class StepEnd:
         self.flat.hand_out()
         state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
         state.modes.apply(self.flat.modes_changed())
+        state.attributes.apply()
         if job.scaler:
             job.scaler.unscale_(optimizer)
         moved = job.model.parameters() if state.phases == 1 else parameters_of(optimizer)

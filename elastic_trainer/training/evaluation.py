@@ -32,6 +32,7 @@ import torch
 from elastic_trainer.config import Launch
 from elastic_trainer.data.loader import BatchRecipe, Loader
 from elastic_trainer.observe.events import Events
+from elastic_trainer.state.module_attributes import attributes_put_back
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.metric_states import Metrics, as_json
@@ -101,7 +102,8 @@ class Examination:
         versions = [parameter._version for parameter in model.parameters()]
         drawn = random.getstate(), numpy.random.get_state()
         try:
-            with torch.random.fork_rng([self.job.device] if on_gpu else []), torch.no_grad():
+            with (torch.random.fork_rng([self.job.device] if on_gpu else []), torch.no_grad(),
+                  attributes_put_back(model)):
                 model.eval()
                 yield
         finally:

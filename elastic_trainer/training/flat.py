@@ -15,7 +15,8 @@ What always holds:
    it got a gradient. From them follows whether all shards trained the same parameters, and which
    parameters no shard has used.
 4. In the modes, the worker that has run the step's first shard marks the modules whose mode
-   (train or eval) that shard has changed. All others add zeros.
+   (train or eval) that shard has changed. One more mark tells what it has done to plain
+   attributes. All others add zeros.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Flat:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter],
                  buffers: dict[str, torch.Tensor], device: torch.device, modes: int = 0):
-        self.device, self._modes = device, modes
+        self.device, self._modes = device, modes + 1
         self.gradients = Gradients(parameters)
         self.statistics = Statistics(buffers, device)
         self.tally = Tally()
@@ -174,9 +175,10 @@ class Flat:
             layout = self.layout
             sums[torch.float32][layout.tally_start : layout.modes_start].add_(elements)
 
-    def add_modes(self, sums: Sums, changed: list[int]) -> None:
+    def add_modes(self, sums: Sums, changed: list[int], attributes: int) -> None:
         """Mark the modules whose modes the step's first shard, which this worker has run, has
-        changed."""
+        changed, and what it has done to attributes."""
+        sums[torch.float32][self.layout.head_stop - 1] += attributes
         for number in changed:
             sums[torch.float32][self.layout.modes_start + number] += 1.0
 
@@ -205,8 +207,12 @@ class Flat:
     def modes_changed(self) -> list[int]:
         """Return the numbers of the modules whose modes the step's first shard has changed."""
         marks: list[int] = self._front(
-            self.layout.modes_start, self.layout.head_stop).nonzero().flatten().tolist()
+            self.layout.modes_start, self.layout.head_stop - 1).nonzero().flatten().tolist()
         return marks
+
+    def mark_of_attributes(self) -> int:
+        """Return what the step's first shard has done to plain attributes (attributes_moved.py)."""
+        return int(self._front(self.layout.head_stop - 1, self.layout.head_stop))
 
     def counted(self) -> float:
         """Return the total of what the shards have counted; 0.0: the losses are means over

@@ -207,7 +207,7 @@ class Loop:
         self.reducer.send(self.world)
         held = self.replica.parts(step)  # while the gradients are on their way
         self.shards.reduce(self.world)
-        self.state.extra_state.share(partial(self._from_first_shard, step))
+        self.shards.share(partial(self._from_first_shard, step), self.world)
         self.state.prepare()
         return held
 
@@ -223,7 +223,7 @@ class Loop:
                                self.state.phase + 1 == self.state.phases)
         return Ballot(
             samples=samples, digest=digest, checksum=checksum(held),
-            modes=self.state.modes.checksum(),
+            modes=self.state.modes.checksum() ^ self.state.attributes.checksum(),
             clock_ms=self.behind.clock_ms(), finishes=self.wish.reason is not None,
             checkpoint=checkpoint if is_last else replace(checkpoint, is_wanted=False))
 
@@ -255,8 +255,7 @@ class Loop:
     # --- around the loop --------------------------------------------------------------------------
 
     def fault_of_machine(self, error: BaseException) -> str:
-        """Return what of this machine has failed, if an exception says so and others can go on;
-        else ""."""
+        """Return what of this machine has failed, if others can go on; else ""."""
         return fault_of_machine(error, self.driver, self.world.size)
 
     def _write_while_waiting(self) -> None:

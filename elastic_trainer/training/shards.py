@@ -29,6 +29,7 @@ from elastic_trainer.data.seeds import seed_of
 from elastic_trainer.observe.trace import Trace
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
+from elastic_trainer.training.attributes_moved import NOT_RUN, Moved
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.flat import Flat, SetsDiffer
 from elastic_trainer.training.gradients import CLIP, GradientsWritten
@@ -60,6 +61,9 @@ class Shards:
         """What the user's code has raised in this step."""
         self.losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
         """Of this step's shards that this worker has run: the loss, and its samples."""
+        self.moved = Moved(state.attributes)
+        self._is_reduced = False
+        """The sums of the step are those of all workers."""
         self.number = -1
         """The shard in hand; -1 where all workers do the same."""
         self._mine = range(0)
@@ -91,6 +95,7 @@ class Shards:
         mine = self._mine = self.reducer.begin(world)
         self.error, self.losses = error, {}
         self.flat.tally.clear()
+        self.moved.clear()
         for shard in mine:
             self._require_peers()
             done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
@@ -104,11 +109,13 @@ class Shards:
             done()
         if self.flat.shards_run:
             self.flat.add_tally(self.reducer.mine())
-            self.flat.add_modes(self.reducer.mine(), self.state.modes.changed)
+            self.flat.add_modes(self.reducer.mine(), self.state.modes.changed,
+                                self.moved.mark)
         if self.error is None:
             with self.user_code():
                 self.state.optimizer_values.check_groups(step)
                 self.state.rates.check(step)
+                self.state.attributes.check()
         return samples, digest
 
     def _one(
@@ -138,7 +145,7 @@ class Shards:
 
     def _open(self, step: int, shard: int, indices: numpy.ndarray) -> Any:
         job, phase = self.job, self.state.phase
-        self.state.restore()
+        self.state.reopen()
         key = step, phase, shard
         ahead = keys_after(key, job.schedule, self._mine, self.state.phases)
         batch = job.readers.training.batch(seed_of(job.schedule, step, shard, phase), key, ahead,
@@ -195,7 +202,9 @@ class Shards:
                 f'reduce="exact". {CLIP}'
             ) from error
         self.state.model_buffers.adopt()
-        if shard == self.job.schedule.first_shard(step):
+        is_first = shard == self.job.schedule.first_shard(step)
+        self.moved.keep(f"shard {shard} of step {step}", is_first)
+        if is_first:
             self.state.modes.keep()
             if self.state.extra_state.modules:
                 self.state.extra_state.keep()
@@ -221,9 +230,10 @@ class Shards:
     def reduce(self, world: World) -> None:
         """Wait for the sum of all gradients. If workers train different parameters, all have the
         user's error."""
-        flat = self.flat
+        flat, self._is_reduced = self.flat, False
         try:
             self.reducer.finish(world)
+            self._is_reduced = True
         except SetsDiffer:
             trained = [
                 name
@@ -234,19 +244,18 @@ class Shards:
             found = [
                 names for names in map(json.loads, world.gather_texts(json.dumps(mine))) if names
             ]
-            self.error = self.error or RuntimeError(self._difference(*zip(*found, strict=True)))
+            self.error = self.error or RuntimeError(_difference(
+                self.state.committed, self._remedy_for_changes(), *zip(*found, strict=True)))
 
-    def _difference(self, trained: Sequence[Sequence[str]], logged: Sequence[Sequence[str]]) -> str:
-        """Return what differs between the workers: the parameters that each trains, or the names
-        that each logs."""
-        everything = {name for names in trained for name in names}
-        if differ := {name for name in everything if any(name not in names for names in trained)}:
-            return (
-                f"requires_grad of {some(sorted(differ))} differs between workers in step "
-                f"{self.state.committed}. {self._remedy_for_changes()}")
-        return (
-            f"the workers log different names: {', '.join(sorted(set(map(str, logged))))}. Log the "
-            f"same names on each worker, from the first batch on.")
+    def share(self, from_first: Callable[[str], str], world: World) -> None:
+        """Give all workers what the step's first shard has left in attributes and extra state.
+        Other attributes here are the user's error. Network, if there is any: one exchange each."""
+        mark = self.flat.mark_of_attributes() if world.size > 1 else self.moved.mark
+        try:
+            self.moved.share(mark if self._is_reduced else NOT_RUN, from_first)
+        except RuntimeError as error:
+            self.error = self.error or error
+        self.state.extra_state.share(from_first)
 
     def _remedy_for_changes(self) -> str:
         words = self.job.words
@@ -282,3 +291,15 @@ class Shards:
             if self._fault_of_machine(error):
                 raise
             self.error = error
+
+
+def _difference(step: int, remedy: str, trained: Sequence[Sequence[str]],
+                logged: Sequence[Sequence[str]]) -> str:
+    """Return what differs between the workers: the parameters that each trains, or the names that
+    each logs."""
+    everything = {name for names in trained for name in names}
+    if differ := {name for name in everything if any(name not in names for names in trained)}:
+        return (f"requires_grad of {some(sorted(differ))} differs between workers in step {step}. "
+                f"{remedy}")
+    return (f"the workers log different names: {', '.join(sorted(set(map(str, logged))))}. Log the "
+            f"same names on each worker, from the first batch on.")

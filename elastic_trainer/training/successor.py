@@ -48,6 +48,7 @@ class Successor:
         if values["gradients"]:
             self.reducer.lay_out(facts["trained"])
         state.extra_state.take_up(values["extra_state"])
+        state.attributes.take_up(values["attributes"])
         self.behind.ticks = facts.get("handed_over", state.ticks)
         before_ms, now_ms = facts.get("clocks_ms", state.clocks_ms)
         state.clocks_ms = (before_ms, now_ms)

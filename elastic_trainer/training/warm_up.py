@@ -32,6 +32,7 @@ from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training import compiled, probe
+from elastic_trainer.training.attributes_moved import require_same
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.job import Job, has_batch_norm
@@ -77,6 +78,8 @@ class WarmUp:
             reducer,
             replica,
         )
+        self._left: dict[str, Any] | None = None
+        """The attributes that the first shard has changed."""
 
     def run(self, is_exact: bool) -> Generator[Shard, None, Warm]:
         """Run a shard of the first step twice, and as many samples as the smallest shard has."""
@@ -105,6 +108,7 @@ class WarmUp:
             yield from self._try_smallest_shard(first[: job.schedule.smallest_shard])
         if compiled.programs() > programs:
             yield from self._compile_other_sizes({len(first), job.schedule.smallest_shard})
+        self.state.restore()
         self.state.forget()
         self.flat.gradients.adopt(trained)
         for tensor in self.flat.sums.values():
@@ -160,7 +164,7 @@ class WarmUp:
         known = set(self.state.buffers)
         self.state.model_buffers.take()
         if new := [name for name in self.state.buffers if name not in known]:
-            self.state.begin()
+            self.state.model_buffers.begin()
             self.reducer.lay_out(self.flat.trained, self.state.buffers)
         return new
 
@@ -237,9 +241,10 @@ class WarmUp:
             shard.settle()
             flat.close_shard()
             self._check_parameters(held)
+            self._check_attributes()
             return inputs, fingerprint([*losses, *flat.sums.values()])
         finally:
-            self.state.restore()
+            self.state.reopen()
             flat.shards_run = 0
 
     def _backward(
@@ -261,6 +266,13 @@ class WarmUp:
         with flat.gradients.without_sparse():
             scalar.backward()
         flat.gradients.note_left()
+
+    def _check_attributes(self) -> None:
+        """Raise ConfigError if a shard has left other attributes than the first one."""
+        moved = self.state.attributes.moved()
+        if self._left is None:
+            self._left = moved
+        require_same(self._left, moved, "when they were tried one after the other", ConfigError)
 
     def _check_parameters(self, held: Sequence[Part]) -> None:
         """Raise ConfigError if the shard has changed parameters. A write to `.data` is not seen by

@@ -6,9 +6,10 @@ must give its bits.
     PyTorch loop
 
 Zeroed gradients and a backward pass in `loss` (FGSM), layers that are thawed and frozen (in
-`after_step`, and in `loss` by a counter of the state), layers that no batch uses, or some batches
-only, a buffer that the first forward pass makes, a complex and an expanded one; a torch scheduler
-that cycles rates and momentum, rates that are tensors, two groups, clipping; extra state that the
+`after_step`, and in `loss` by a counter of the state), a plain attribute that `after_step` changes,
+layers that no batch uses, or some batches only, a buffer that the first forward pass makes, a
+complex and an expanded one; a torch scheduler that cycles rates and momentum, rates that are
+tensors, two groups, clipping; extra state that the
 forward pass changes, batches that are dataclasses, a short last batch that BatchNorm could not take
 in single samples, a sample whose loss is not a number (`on_nan="skip"`), a listener that raises.
 The faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
@@ -128,6 +129,7 @@ class Net(torch.nn.Module):
             64, 64), torch.nn.Linear(64, 4)
         self.norm, self.scale = torch.nn.BatchNorm1d(64), Scale()
         self.sometimes, self.unused = torch.nn.Linear(20, 4), torch.nn.Linear(4, 4)
+        self.gain = 1.0
         self.register_buffer("turn", torch.polar(torch.ones(()), torch.zeros(())))
         self.register_buffer("spread", torch.ones(1).expand(64))
 
@@ -139,7 +141,7 @@ class Net(torch.nn.Module):
         if self.training:
             self.turn = self.turn * torch.polar(torch.ones(()), torch.full((), 0.001))
         hidden = self.scale(torch.relu(self.norm(self.first(x / self.late))) * self.spread)
-        out: torch.Tensor = self.last(torch.relu(self.middle(hidden)))
+        out: torch.Tensor = self.last(torch.relu(self.middle(hidden))) * self.gain
         return out + self.sometimes(x) if x[0, 0] > 0.5 else out
 
 
@@ -185,8 +187,10 @@ def loss(model: Any, batch: Any) -> torch.Tensor:
 
 
 def after_step(step: int) -> None:
-    """Thaw the first layer after a third of the run, and freeze the last one for its end."""
+    """Thaw the first layer after a third of the run, and freeze the last one for its end; let the
+    gain grow."""
     counter.steps = step + 1
+    model.gain = 1.0 + counter.steps / options.steps
     model.first.requires_grad_(counter.steps >= 2 * PHASE_STEPS)
     model.last.requires_grad_(counter.steps < 4 * PHASE_STEPS)
 
