@@ -40,9 +40,9 @@ measures with the defaults."""
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs")
 
 
-SEATS = 2
-"""The number of runs at the same time: a run waits half of its time, and the other one has the
-cores then."""
+SEATS = 3
+"""The number of runs at the same time: a run waits half of its time, and the others have the cores
+then."""
 _turns: list[list[IO[bytes]]] = []
 
 

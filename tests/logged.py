@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 Series = dict[str, list[tuple[int, float]]]
 
 

@@ -57,7 +57,7 @@ NETWORK = "172.31"
 METADATA = "169.254.169.254"
 NOWHERE = "02:00:00:00:00:01"
 CLONE_NEWNET = 0x40000000
-START_S = 20.0
+START_S = 60.0
 UNSHARE = ("unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child=KILL")
 SITE = '''"""Gives a host of the lab a wrong clock: the seconds in its own file /run/clock-off."""
 import os, time

@@ -192,13 +192,13 @@ def test_a_gpu_that_does_not_answer_is_lost(nvidia_smi: Path, tmp_path: Path,
     (tmp_path / "hung").unlink(missing_ok=True)
     examining = threading.Thread(target=here.examine)
     examining.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while not (tmp_path / "hung").exists() or not (tmp_path / "hung").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert here.health()["why"].startswith("GPU lost, or disk: they have not answered for")
     os.kill(int((tmp_path / "hung").read_text()), signal.SIGKILL)
-    examining.join(20)
+    examining.join(PATIENCE_S)
     assert not examining.is_alive()
 
 
@@ -220,7 +220,7 @@ def test_a_notice_is_reported_while_a_gpu_hangs(
     try:
         assert process.stdout
         address = f"127.0.0.1:{int(process.stdout.readline())}"
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
 
         def wait_for_hang() -> int:
             while not (tmp_path / "hung").exists() or not (tmp_path / "hung").read_text():
@@ -254,27 +254,27 @@ def test_refuses_unauthenticated_requests_and_rubbish(agent: tuple[Agent, str]) 
     here, address = agent
     host, port = address.split(":")
     with pytest.raises(AgentUnreachable, match="key"):
-        ask(address, b"x" * 32, 2.0)
+        ask(address, b"x" * 32, PATIENCE_S)
     rubbish = (b"\x80\x04\x95pickle\n\n", b"GET /health HTTP/1.1\r\n\r\n",
                b"PUT /health HTTP/1.1\r\n\r\n", b"\r\n", b"no line",
                os.urandom(300).replace(b"\n", b"") + b"\r\n\r\n")
     for bytes_ in rubbish:
-        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
             stranger.sendall(bytes_)
             stranger.shutdown(socket.SHUT_WR)
             while output := stranger.recv(4096):
                 assert b"ready" not in output
-    connection = http.client.HTTPConnection(host, int(port), timeout=2)
+    connection = http.client.HTTPConnection(host, int(port), timeout=PATIENCE_S)
     connection.request(
         "GET",
         "/health",
         headers={"X-Elastic-Nonce": "a", "X-Elastic-Signature": "é".encode("latin1")})
     assert connection.getresponse().status == 403
     # A poller that dies before it has sent anything.
-    with socket.create_connection((host, int(port)), timeout=5) as nobody:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as nobody:
         nobody.shutdown(socket.SHUT_WR)
         assert nobody.recv(1) == b""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while here.refused < len(rubbish) + 2:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -292,7 +292,7 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str],
     def status(nonce: str) -> int:
         connection = http.client.HTTPConnection(here_and_there[0],
                                                 int(here_and_there[1]),
-                                                timeout=5)
+                                                timeout=PATIENCE_S)
         connection.request("GET",
                            "/health",
                            headers={
@@ -304,7 +304,7 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str],
         return connection.getresponse().status
 
     assert [status("once"), status("once"), status("another")] == [200, 403, 200]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while here.refused < 1:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -506,7 +506,7 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(
                         key=KEY,
                         events_file=tmp_path / "events.jsonl")
         with ThreadPoolExecutor(4) as pool:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + PATIENCE_S
             while not hosts.exists() or len(hosts.read_text().splitlines()) < 2:
                 assert time.monotonic() < deadline
                 poller.poll(pool)
@@ -520,7 +520,7 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
     logged = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
@@ -542,8 +542,8 @@ def test_no_host_is_logged_as_out_while_the_answer_is_doubted(tmp_path: Path) ->
                     events_file=tmp_path / "events.jsonl",
                     clock=lambda: now,
                     patience_s=20.0,
-                    agent_timeout_s=20.0,
-                    agents_patience_s=20.0)
+                    agent_timeout_s=PATIENCE_S,
+                    agents_patience_s=PATIENCE_S)
     outs = []
     with ThreadPoolExecutor(1) as pool:
         for answer in (everyone, nobody, everyone, nobody, nobody):
@@ -573,8 +573,8 @@ def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
                     key=KEY,
                     clock=lambda: now,
                     patience_s=20.0,
-                    agent_timeout_s=20.0,
-                    agents_patience_s=20.0)
+                    agent_timeout_s=PATIENCE_S,
+                    agents_patience_s=PATIENCE_S)
     everyone, nobody, listed = cloud.instances(), list[Instance](), []
     try:
         with ThreadPoolExecutor(2) as pool:
@@ -608,8 +608,8 @@ def test_a_host_that_flaps_in_the_clouds_list_is_logged_as_held_back(tmp_path: P
                     events_file=tmp_path / "events.jsonl",
                     clock=lambda: now,
                     patience_s=20.0,
-                    agent_timeout_s=20.0,
-                    agents_patience_s=20.0)
+                    agent_timeout_s=PATIENCE_S,
+                    agents_patience_s=PATIENCE_S)
     with ThreadPoolExecutor(1) as pool:
         for state in ("running", "stopping", "running", "stopping", "running", "running"):
             cloud.instances = lambda state=state: [here, replace(there, state=state)
@@ -648,7 +648,7 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
         # There a moment after exec.
         wait_for("environment", Path(f"/proc/{worker.pid}/environ").read_bytes)
         process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE_S
         while (answer := ask(address, KEY, PATIENCE_S)).state != "draining":
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -657,7 +657,7 @@ def test_sigterm_drains_the_host(metadata: MetadataServer, tmp_path: Path) -> No
         worker.kill()
         worker.wait()
         try:
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
 

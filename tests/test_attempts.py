@@ -535,7 +535,7 @@ def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(
     monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
     mine, others = orphan(tmp_path / "mine", 1000), orphan(tmp_path / "others", 1000)
     remote.end_run(str(tmp_path / "mine"))
-    assert mine.wait(10) == -signal.SIGKILL
+    assert mine.wait(60) == -signal.SIGKILL
     assert others.poll() is None
     others.kill()
     others.wait()

@@ -21,7 +21,7 @@ from elastic_trainer.wire.messages import MessageRefused, MessageServer
 from elastic_trainer.wire.seal import worker_key
 
 KEY = b"the key of this run"
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 STEP = {"step": 0, "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss": 0.5}
 
 

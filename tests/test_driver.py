@@ -664,23 +664,44 @@ def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MendedDriver, Savi
     driver.processes.clear()
 
 
+class Clock:
+    """The time, which a test moves. It notes that it was asked."""
+
+    def __init__(self) -> None:
+        self.now, self.asked = 1000.0, 0
+
+    def monotonic(self) -> float:
+        self.asked += 1
+        return self.now
+
+
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(saving: tuple[MendedDriver, Saving],
-                                                              saves: bool) -> None:
+def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(
+        saving: tuple[MendedDriver, Saving], monkeypatch: pytest.MonkeyPatch, saves: bool) -> None:
     """Each of its heartbeats reports it. A worker that only lives has 30 s."""
+    monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 30.0)
+    monkeypatch.setattr("elastic_trainer.launch.driver.time", clock := Clock())
+    monkeypatch.setattr("elastic_trainer.launch.desk.time",
+                        SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
     driver, process = saving
     stopping = threading.Thread(target=driver.stop_all)
     stopping.start()
+    until(lambda: clock.asked)
     for count in range(70):
-        if "a/0/1" not in driver.processes:
+        with driver.changed:
+            clock.now += 1.0
+            driver.desk.take(
+                {
+                    "worker": "a/0/1", "count": count, "phase": "training", "generation": 0,
+                    "saves": saves
+                }, "127.0.0.1")
+            driver.changed.notify_all()
+            asked = clock.asked
+        until(lambda: process.stopped or clock.asked > asked)  # noqa: B023 (called at once)
+        if process.stopped:
             break
-        driver.desk.take(
-            {
-                "worker": "a/0/1", "count": count, "phase": "training", "generation": 0,
-                "saves": saves
-            }, "127.0.0.1")
-        threading.Event().wait(0.05)
     assert process.stopped == ([] if saves else [True])
+    assert clock.now == 1000.0 + (70.0 if saves else 30.0)
     with driver.changed:
         driver.processes.clear()
         driver.changed.notify_all()

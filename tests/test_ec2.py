@@ -323,7 +323,7 @@ def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path:
             time.sleep(0.05)
     finally:
         poller.send_signal(signal.SIGTERM)
-        assert poller.wait(20) == 0
+        assert poller.wait(60) == 0
     logged = [json.loads(line) for line in events.read_text().splitlines()]
     (out,) = [e for e in logged if e["event"] == "discovery.host_out"]
     assert out["id"] == ids[0] and out["why"]

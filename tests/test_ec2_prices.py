@@ -64,7 +64,7 @@ class Stubs:
 
     def __call__(self, service: str, region: str) -> Any:
         self.asked.append((service, region))
-        assert self.may_answer.wait(20)
+        assert self.may_answer.wait(60)
         return self.clients[service]
 
     def history(self, *changes: dict[str, Any], token: str = "", **asked: Any) -> None:
@@ -196,7 +196,7 @@ def test_a_view_does_not_wait_for_prices_and_follows_them(
 
 
 def wait_for(is_so: Any) -> None:
-    deadline = time.monotonic() + 20.0
+    deadline = time.monotonic() + 60.0
     while not is_so():
         assert time.monotonic() < deadline
         threading.Event().wait(0.01)

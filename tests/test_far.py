@@ -35,7 +35,7 @@ from elastic_trainer.state import s3
 from elastic_trainer.state.s3 import S3Store
 
 ROOT = Path(__file__).resolve().parent.parent
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from elastic_trainer.schedule import Schedule
 
 SCHEDULE = Schedule(dataset_size=50, global_batch=16, shards=4, epochs=2, seed=1)
 CPU = torch.device("cpu")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class Drawn:

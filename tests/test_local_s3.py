@@ -65,7 +65,7 @@ def asked(method: str,
           body: bytes = b"") -> http.client.HTTPResponse:
     """Send a request as it stands here; returns the answer, read."""
     connection = http.client.HTTPConnection(urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).netloc,
-                                            timeout=10)
+                                            timeout=60)
     connection.request(method, path, body, headers or {})
     answer = connection.getresponse()
     answer.read()

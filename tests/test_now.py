@@ -241,12 +241,12 @@ def test_a_file_system_that_hangs_holds_neither_the_lock_nor_the_end(
             return super().alive()
 
     with kept(tmp_path, Noted(), lock):
-        assert has_begun.wait(20) and lock.acquire(timeout=20)
+        assert has_begun.wait(60) and lock.acquire(timeout=60)
         lock.release()
         writer = next(it for it in threading.enumerate() if it.name == "now")
     assert writer.is_alive()
     os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))  # the server answers
-    writer.join(20)
+    writer.join(60)
     assert not writer.is_alive()
 
 

@@ -73,8 +73,8 @@ class Story:
             self.start_agent(number)
         self.how: dict[str, Any] = {
             "policy": Policy(agents=True, settle_s=0.0), "agent_port": self.port, "key": KEY,
-            "events_file": self.diary, "patience_s": 20.0, "agent_timeout_s": 20.0,
-            "agents_patience_s": 20.0
+            "events_file": self.diary, "patience_s": 20.0, "agent_timeout_s": 60.0,
+            "agents_patience_s": 60.0
         } | how
         self.pool = ThreadPoolExecutor(4)
         self.restart()
@@ -322,11 +322,11 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
     s.poll(10.0)
     s.agent(1).drain("terminate", None)
     assert s.poll() == [2, 3]
-    assert asked.acquire(timeout=20) and not s.logged("cloud_unavailable")
+    assert asked.acquire(timeout=60) and not s.logged("cloud_unavailable")
     assert s.poll(100.0) == [2, 3] and len(s.logged("cloud_unavailable")) == 1
     assert not asked.acquire(blocking=False)
     s.poll(20.0)
-    assert asked.acquire(timeout=20)
+    assert asked.acquire(timeout=60)
     released.set()
     assert s.poller.question.pending
     s.poller.question.pending.result(60)
@@ -498,7 +498,7 @@ def test_refused_clients_of_an_agent_are_logged(story: Callable[..., Story]) -> 
 
     def stranger() -> None:
         with pytest.raises(AgentUnreachable):
-            ask(f"127.0.0.2:{s.port}", b"x" * 32, 2.0)
+            ask(f"127.0.0.2:{s.port}", b"x" * 32, 60.0)
 
     s.poll()
     stranger()

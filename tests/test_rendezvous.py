@@ -17,7 +17,7 @@ from netlab import wait_for
 
 from elastic_trainer.launch.rendezvous import MAX_NON_MEMBERS, MESHES, NAMES_EACH, Rendezvous
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Store:

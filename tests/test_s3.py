@@ -19,7 +19,6 @@ import botocore.auth
 import botocore.utils
 import pytest
 import s3_servers
-import s3fs
 import torch
 from botocore.exceptions import ClientError
 from botocore.response import StreamingBody
@@ -295,6 +294,8 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
     rubbish = f"{PARTS}/000000000001-000000000002/000000-x.bin"
     open_store(url).put(rubbish, b"x")
     output = tmp_path / "model.safetensors"
+    import s3fs  # here: each process of the tests imports this file
+
     s3fs.S3FileSystem.clear_instance_cache()  # its clients of earlier tests know other proxies
     in_bucket = f"{url}-exported/model.safetensors"  # s3fs writes this one
     printed = []

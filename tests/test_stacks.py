@@ -23,7 +23,7 @@ from elastic_trainer.launch.process import WorkerProcess
 from elastic_trainer.standby.shim import through_shim
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 NAMES = {"ELASTIC_TRAINER_WORKER": "h1/0/1", "ELASTIC_TRAINER_ATTEMPT": "1",
          "ELASTIC_TRAINER_RUN_DIR": "/runs/mine"}
 HANGS = """

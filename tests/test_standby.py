@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("turn")  # they start workers
 Twin = Callable[..., str]
 ROOT = Path(__file__).resolve().parent.parent
 SHIM = [sys.executable, "-S", "-I", str(ROOT / "elastic_trainer" / "standby" / "shim.py")]
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 JOB = """
 import json, os, signal, sys, time
 print("imported", flush=True)

@@ -335,7 +335,7 @@ def test_k_costs_a_real_run_nothing_but_the_worker(
         assert {(it.rank, it.phase) for it in now.workers.values()} == {
             (rank, "training") for rank in range(4)}
         assert {it.does for it in now.workers.values()} <= {*PHASES}
-        assert all(it.silent_s < 5 for it in now.workers.values())
+        assert all(it.silent_s < 8 for it in now.workers.values())  # else it is evicted (PATIENT)
         terminal = Terminal(cluster.run_dir)
         for key, shown in (("", "training"), ("", "heartbeat"), ("", " s old"),
                            ("k", "other keys: back"), ("1", "Kill worker"), ("y", "was killed")):

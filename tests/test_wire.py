@@ -37,7 +37,7 @@ from elastic_trainer.wire.seal import Kind, Session, seal, worker_key
 KEY = b"the key of this run"
 NAME = "a/0/1"
 OWN = worker_key(KEY, NAME)
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Ear:
