@@ -181,6 +181,11 @@ run() {
     }
 }
 
+# Of the 20,000 files of the test tools the tests import a quarter, and Python compiles those then.
+# pip would compile all: 80 s of one core.
+compiles=()
+if [[ $extras == *dev ]]; then compiles=(--no-compile); fi
+
 pip() { run "$python" -m pip --disable-pip-version-check --no-input "$@"; }
 
 # Installs what hashes.py prints, and nothing else.
@@ -188,7 +193,7 @@ install_listed() {
     "$python" "$root/deploy/hashes.py" "$@" >"$venv/wanted.txt" ||
         die "no package of this step was installed"
     if grep -q . "$venv/wanted.txt"; then
-        pip install --no-deps --require-hashes --requirement "$venv/wanted.txt"
+        pip install --no-deps "${compiles[@]}" --require-hashes --requirement "$venv/wanted.txt"
     fi
 }
 

@@ -43,21 +43,23 @@ HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs"
 SEATS = 3
 """The number of runs at the same time: a run waits half of its time, and the others have the cores
 then."""
+HASTY_SEATS = 2
+"""What a run takes that has the time limits of a user's, as those of the lab have."""
 _turns: list[list[IO[bytes]]] = []
 
 
-def take_turn(*, alone: bool = False) -> None:
-    """Wait until fewer than SEATS processes of tests have a run on this machine; `alone`: none. The
-    deadline is that of pytest (pyproject.toml, timeout)."""
-    seats = [open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}-{number}.lock"),
+def take_turn(seats: int = 1) -> None:
+    """Wait until so many of the machine's SEATS are free, for a run of this process; all: until no
+    other process of tests has one. The deadline is that of pytest (pyproject.toml, timeout)."""
+    files = [open(Path(tempfile.gettempdir(), f"elastic-trainer-tests-{os.getuid()}-{number}.lock"),
                   "ab") for number in range(SEATS)]
-    if not _turns and alone:
-        for seat in seats:
-            fcntl.flock(seat, fcntl.LOCK_EX)  # ends with this process, however that ends
+    if not _turns and seats > 1:
+        for file in files[:seats]:
+            fcntl.flock(file, fcntl.LOCK_EX)  # ends with this process, however that ends
     elif not _turns:
-        while not any(_takes(seat) for seat in seats):
+        while not any(_takes(file) for file in reversed(files)):
             time.sleep(POLL_S)
-    _turns.append(seats)
+    _turns.append(files)
 
 
 def _takes(seat: IO[bytes]) -> bool:
@@ -132,17 +134,17 @@ class Cluster:
         self.env = os.environ | {
             "ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)
         }
+        self.seats = SEATS
         if "PYTEST_CURRENT_TEST" in os.environ:
             self.env["ELASTIC_TRAINER_LIMITS"] = limits
-        self.is_hasty = not self.env.get("ELASTIC_TRAINER_LIMITS")
-        """Takes a worker that stalls for lost as soon as a user's run does."""
+            self.seats = 1 if limits else HASTY_SEATS
         self.process: subprocess.Popen[bytes] | None = None
         self._told: list[dict[str, Any]] = []
         self._by_name: dict[str, list[dict[str, Any]]] = {}
         self._read_to = 0
 
     def __enter__(self) -> Cluster:
-        take_turn(alone=self.is_hasty)
+        take_turn(self.seats)
         self.start()
         return self
 

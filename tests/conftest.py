@@ -28,9 +28,10 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
-FIRST = ("test_netlab", "test_s3", "test_docs", "test_ec2", "test_faults", "test_fleet")
-"""Files that take minutes. The lab of hosts has the machine's seats alone (cluster.py), so the
-files beside it are those that need none."""
+FIRST = ("test_netlab", "test_faults", "test_docs", "test_s3", "test_fleet", "test_ec2",
+         "test_standby", "test_horovod_style_faults")
+"""Files that take minutes. A run in the lab of hosts takes two of the machine's three seats
+(cluster.py), so no more than two of the files beside it have runs of their own."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -158,9 +159,9 @@ def turn() -> Iterator[None]:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """Wait until no other process of tests has workers on this machine."""
-    from cluster import end_turn, take_turn
+    from cluster import SEATS, end_turn, take_turn
 
-    take_turn(alone=True)
+    take_turn(SEATS)
     yield
     end_turn()
 

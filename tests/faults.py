@@ -72,7 +72,7 @@ class Plan:
         return json.dumps(self.faults)
 
 
-def linger(folder: Path, seconds: float = 60.0) -> None:
+def linger(folder: Path, seconds: float = 10.0) -> None:
     """Wait until the test has seen what it waits for (Cluster.finish), at most so long. A job whose
     last steps linger does not end before a newcomer on a busy machine has booted and joined.
     """

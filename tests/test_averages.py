@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import Cluster
-from faults import Plan
+from faults import RELEASED, Plan
 from test_evaluation import HELD_OUT, breaking_gathers, found, model_of
 from test_faults import FEW, host
 from test_loop import mse
@@ -124,12 +124,15 @@ def test_no_bit_is_another_when_workers_die_while_the_average_is_shown(
     """The weights depend on what each evaluation of the average has found. A newcomer receives the
     average, and evaluates it with the others."""
     job = (*FEW, "--iterator", "--evaluate", "--ema")
-    plan = Plan().kill(host=host(2), at="evaluate", step=9).kill(host=host(3), at="step.prepared",
-                                                                step=25)
+    plan = Plan().add("hold", host=host(1), at="step.prepared", step=5).kill(
+        host=host(2), at="evaluate", step=9).kill(host=host(3), at="step.prepared", step=25)
     with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:
-        cluster.wait_for_step(5)
+        cluster.wait_until_fired(1)
         cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_for_world(4)
+        cluster.wait_for("newcomer", lambda: any(
+            e["worker"].startswith(f"{host(4)}/") for e in cluster.events("driver.worker_ready")))
+        (tmp_path / RELEASED).touch()
+        cluster.wait_for_world(5)
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*job), victims=2)
         assert [e["step"] for e in cluster.events("worker.evaluated")] == [9, 19, 29, 39]

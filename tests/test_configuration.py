@@ -353,6 +353,7 @@ def test_a_standby_with_another_configuration_takes_no_place(tmp_path: Path) -> 
 
 SCRIPT = """
 import quick_boot
+import os
 import time
 import torch
 from elastic_trainer import Trainer, configuration
@@ -369,6 +370,8 @@ for step in Trainer(model, optimizer, dataset, **config.training):
     for batch in step:
         time.sleep(pause_s)
         step.backward(torch.nn.functional.mse_loss(model(batch[0]), batch[1]))
+    while pause_s and step.number == 30 and not os.path.exists("hurry"):
+        time.sleep(0.02)  # until the test has seen what it waits for (Cluster.finish)
 """
 
 

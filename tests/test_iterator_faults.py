@@ -27,41 +27,34 @@ FOR_A_DEBUGGER = "silence_s=600,gloo_s=600,stuck_s=600"
 
 
 def test_no_step_is_lost_when_the_loop_is_left_by_break(tmp_path: Path, twin_of: Twin) -> None:
-    """All workers leave it behind step 12. The run stops with a checkpoint of that step, and the
-    same command has the twin's bits in the end."""
-    job = (*LOOP, "--checkpoint-every", "100")
-    with Cluster(tmp_path, job=(*job, *BREAK)) as cluster:
-        assert cluster.finish() == EXIT_INTERRUPTED
-        left = cluster.events("worker.loop_left")
-        (ended,) = cluster.events("attempt.ended")
-        assert left and {(e["step"], e["newest_checkpoint"]) for e in left} == {(13, 13)}
-        assert ended["verdict"] == "interrupted" and not cluster.lost(), cluster.story()
-        shown = (tmp_path / "output.log").read_text()
-        assert "left by break or return after 13 of 40 steps, so the run is not finished" in shown
-        assert "The same command goes on from the checkpoint of step 13." in shown
-        cluster.command = [part for part in cluster.command if part not in BREAK]
-        cluster.start()
-        assert cluster.wait() == 0
-        result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
-        (restored,) = cluster.events("state.checkpoint_restored")
-    assert result["attempts"] == 2 and (restored["step"], result["steps_redone"]) == (13, 0)
-
-
-def test_no_step_is_lost_when_one_worker_leaves_its_loop(tmp_path: Path, twin_of: Twin) -> None:
-    """By break, as a condition on one host may have it: it stops the run on all, as a signal
-    does."""
+    """One worker leaves it behind step 12, as a condition on one host may have it: it stops the run
+    on all, as a signal does. All leave it behind step 24. Each time the run stops with a checkpoint
+    of that step, and the same command has the twin's bits in the end."""
     job = (*LOOP, "--checkpoint-every", "100")
     only = ("--break-on", host(2))
     with Cluster(tmp_path, job=(*job, *BREAK, *only)) as cluster:
+        straight = [part for part in cluster.command if part not in (*BREAK, *only)]
         assert cluster.finish() == EXIT_INTERRUPTED
         assert [e["step"] for e in cluster.events("worker.loop_left")] == [13]
-        assert not cluster.lost(), cluster.story()
-        cluster.command = [part for part in cluster.command if part not in BREAK]
+        cluster.command = [*straight, "--break-at", "24"]
+        cluster.start()
+        assert cluster.wait() == EXIT_INTERRUPTED
+        left = cluster.events("worker.loop_left")[1:]
+        assert left and {(e["step"], e["newest_checkpoint"]) for e in left} == {(25, 25)}
+        ended = [e["verdict"] for e in cluster.events("attempt.ended")]
+        assert ended == ["interrupted"] * 2 and not cluster.lost(), cluster.story()
+        shown = (tmp_path / "output.log").read_text()
+        for step in (13, 25):
+            assert (f"left by break or return after {step} of 40 steps, so the run is not finished"
+                    in shown)
+            assert f"The same command goes on from the checkpoint of step {step}." in shown
+        cluster.command = straight
         cluster.start()
         assert cluster.wait() == 0
         result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
-        (restored,) = cluster.events("state.checkpoint_restored")
-    assert restored["step"] == 13 and result["steps_redone"] == 0
+        restored = [e["step"] for e in cluster.events("state.checkpoint_restored")]
+    assert restored == [13, 25]
+    assert (result["attempts"], result["steps_redone"]) == (3, 0)
 
 
 def test_the_run_goes_on_when_a_host_leaves_the_list_and_another_joins(tmp_path: Path,

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy
 import torch
 from cluster import DEADLINE_S, Cluster
-from faults import Plan
+from faults import RELEASED, Plan
 from test_faults import host
 from test_streams import npy, write_tar
 
@@ -61,16 +61,21 @@ def test_no_bit_is_another_when_workers_and_loader_processes_die_and_a_worker_jo
     """
     plan = Plan().kill(host=host(2), at="step.prepared", step=12).kill(
         host=host(3), at="data", reads=60).freeze(host=host(1), at="data", reads=80)
+    # Until the newcomer stands ready; and until all are killed.
+    plan.add("hold", host=host(0), at="step.prepared", step=5)
+    plan.add("hang", host=host(0), at="step.prepared", step=30)
     archives = write_archives(tmp_path / "archives")
     job = (*JOB, "--loader", "2", "--step-s", "0.005", "--archives", f"{archives}/*.tar")
     with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_for("newcomer", lambda: any(
+            e["worker"].startswith(f"{host(4)}/") for e in cluster.events("driver.worker_ready")))
+        (tmp_path / RELEASED).touch()
         cluster.wait_for_world(5)
         cluster.wait_until_fired()
         cluster.wait_for("replaced loader processes",
                          lambda: len(cluster.events("worker.loader_restarted")) >= 2)
-        cluster.wait_for_step(25)
         cluster.kill_everyone()
         wait_until_none_is_left(cluster)
         cluster.start()

@@ -187,11 +187,12 @@ def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyPro
 def test_a_laptop_gets_an_s3_server_of_its_own(tmp_path: Path, twin_of: Twin) -> None:
     """`--store s3` starts it with the run, on loopback. The run resumes from it after all workers
     were killed."""
-    with Cluster(tmp_path, job=JOB, options=["--store", "s3"]) as cluster:
+    job = (*JOB[:-1], "0.1", "--checkpoint-every", "10")
+    with Cluster(tmp_path, job=job, options=["--store", "s3"]) as cluster:
         cluster.wait_for("checkpoint", lambda: cluster.events("state.checkpoint_published"))
         cluster.kill_everyone()
         cluster.start()
-        assert cluster.wait() == 0
-        cluster.assert_nothing_lost(twin_of(*JOB), victims=0)
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin_of(*job), victims=0)
         assert cluster.events("state.checkpoint_restored"), cluster.story()
     assert (tmp_path / "runs" / ".s3").is_dir()
