@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.host.modes import private
+from elastic_trainer.wire.redact import redacted_value
 
 
 def append_event(file: Path | None, event: str, **facts: Any) -> None:
-    """Write one line into the run's event log, if there is one. Raises OSError."""
+    """Write one line, without secrets, into the run's event log, if there is one. Raises OSError.
+    """
     if file is None:
         return
-    line = json.dumps({"time": round(time.time(), 4), "event": event, **facts}) + "\n"
+    known = {name: redacted_value(it) for name, it in facts.items()}
+    line = json.dumps({"time": round(time.time(), 4), "event": event, **known}) + "\n"
     with open(file, "ab", buffering=0, opener=private) as log:
         log.write(line.encode())
 

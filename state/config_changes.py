@@ -17,6 +17,7 @@ from typing import Any
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.plain_options import declared
+from elastic_trainer.wire.redact import redacted_settings
 
 HARMLESS = frozenset({
     "training.checkpoint_every", "training.keep_last", "training.keep_every",
@@ -55,7 +56,11 @@ class Change:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the keys with different values, by full keys. A default counts as given."""
+    """Return the keys with different values, by full keys. A default counts as given.
+
+    Secrets are compared as a checkpoint keeps them: without their values.
+    """
+    was, now = redacted_settings(was), redacted_settings(now)
     usual = {f"training.{key}": value for key, value in declared()[1].items() if value is not None}
     found = []
     for key in sorted(was.keys() | now.keys()):

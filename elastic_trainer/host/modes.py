@@ -59,5 +59,5 @@ def private(path: str, flags: int) -> int:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file. Raises OSError."""
-    with open(path, "w", opener=private) as file:
+    with open(path, "w", encoding="utf-8", opener=private) as file:
         file.write(text)

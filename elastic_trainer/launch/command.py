@@ -29,6 +29,7 @@ from elastic_trainer.launch import index
 from elastic_trainer.observe import commands as look
 from elastic_trainer.setup.required import require_horovod
 from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.wire.redact import redacted
 
 EXIT_BAD_COMMAND = 2
 
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return _command(argv)
     except ConfigError as error:
-        print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
+        print(f"elastic-trainer: {plain_text(redacted(str(error)))}", file=sys.stderr)
         return EXIT_BAD_COMMAND
     except KeyboardInterrupt:  # of a command that has no end of its own for Ctrl-C
         print(f"\nelastic-trainer: {' '.join(argv[:1])} was stopped by Ctrl-C before it had ended.",

@@ -30,6 +30,7 @@ from elastic_trainer.launch.discovered import DiscoveryUnavailable, WaitedTooLon
 from elastic_trainer.launch.driver import MendedDriver
 from elastic_trainer.observe.events import Events
 from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.wire.redact import redacted
 
 HOROVOD_VERSION = "0.28.1"
 DESCRIPTORS = 65536
@@ -103,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _complain(error: Exception, code: int) -> int:
-    print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
+    print(f"elastic-trainer: {plain_text(redacted(str(error)))}", file=sys.stderr)
     return code
 
 

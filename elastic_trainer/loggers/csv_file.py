@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from elastic_trainer.host.modes import private
 from elastic_trainer.loggers.row import Row, Run, placed
 
 FIRST_COLUMNS = ("step", "time", "attempt")
@@ -90,7 +91,7 @@ class Csv:
         """Write a new file in the place of the old one, and go on with it."""
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         self.close()
-        self._file = open(part, "w", newline="", encoding="utf-8")
+        self._file = open(part, "w", newline="", encoding="utf-8", opener=private)
         writer = self._writer()
         writer.writeheader()
         writer.writerows(lines)

@@ -20,8 +20,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from elastic_trainer.loggers.redact import redacted
 from elastic_trainer.loggers.row import Row, Run, require_package
+from elastic_trainer.wire.redact import redacted
 
 TAG = "elastic_trainer.run_id"
 MOST = 500

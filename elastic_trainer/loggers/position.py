@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from elastic_trainer.host.modes import write_text
 from elastic_trainer.loggers.row import Run
 
 
@@ -26,7 +27,7 @@ class Position:
     def write(self, file: Path) -> None:
         """Write it in the place of the former one."""
         part = file.with_name(f"{file.name}.{os.getpid()}")
-        part.write_text(json.dumps([self.run_id, self.attempt, self.step]))
+        write_text(part, json.dumps([self.run_id, self.attempt, self.step]))
         os.replace(part, file)
 
     @staticmethod

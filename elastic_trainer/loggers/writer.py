@@ -29,8 +29,8 @@ from typing import Any, Protocol
 
 from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.loggers.history import rows_of
-from elastic_trainer.loggers.redact import redacted
 from elastic_trainer.loggers.row import Logger, Row, Run
+from elastic_trainer.wire.redact import redacted
 
 MOST_ROWS = 4096
 """The rows that wait for a logger at most."""

@@ -22,8 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_trainer.config import REDUCERS, ConfigError
+from elastic_trainer.host.modes import write_text
 from elastic_trainer.measure import cases, plot, worlds
 from elastic_trainer.measure.cases import PEER, Case, Row
+from elastic_trainer.wire.redact import redacted_command
 
 DEMOS = {
     "gpt": (32, []),
@@ -57,13 +59,13 @@ def run(argv: Sequence[str]) -> int:
         plot.require_plot(options.plot)
     plan = plan_of(options, list(argv[at + 1 :]))
     plan.folder.mkdir(parents=True, exist_ok=True)
-    print(f"{shlex.join(plan.command)}: {len(plan.cases) * plan.rounds} runs of {plan.steps} "
-          f"steps, in {plan.folder}", flush=True)
+    print(f"{shlex.join(redacted_command(plan.command))}: {len(plan.cases) * plan.rounds} runs of "
+          f"{plan.steps} steps, in {plan.folder}", flush=True)
     rows, costs, seconds = measure(plan)
     show(rows, costs)
     found = {"rows": [asdict(row) | {"samples_per_s": row.rate, "seconds": seconds[row.case]}
                       for row in rows], "costs": costs}
-    (plan.folder / "scaling.json").write_text(json.dumps(found, indent=1))
+    write_text(plan.folder / "scaling.json", json.dumps(found, indent=1))
     if options.plot:
         plot.draw(rows, plan.modes, options.plot)
     return 0

@@ -27,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from elastic_trainer.config import ALLOCATOR, EXIT_INTERRUPTED, Override
+from elastic_trainer.host.modes import private
 from elastic_trainer.measure import memory
 from elastic_trainer.observe.events import read_events
 
@@ -87,7 +88,7 @@ def measure(command: Sequence[str], override: Override, folder: Path, limit: int
            if not name.startswith(("HOROVOD_", "ELASTIC_TRAINER_")) or name.endswith("_LIMITS")}
     env |= {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
     env |= override.to_environment() | {"ELASTIC_TRAINER_RUN_DIR": str(folder.resolve())}
-    with open(folder / OUTPUT, "wb") as output:
+    with open(folder / OUTPUT, "wb", opener=private) as output:
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output,
                                    stderr=subprocess.STDOUT, start_new_session=True)
         confine(process.pid, limit)

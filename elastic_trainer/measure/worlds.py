@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from elastic_trainer.config import ALLOCATOR, ConfigError, Override
+from elastic_trainer.host.modes import private
 from elastic_trainer.measure.cases import Case
 from elastic_trainer.observe import phases
 from elastic_trainer.observe.events import read_events
@@ -56,7 +57,7 @@ def ours(command: Sequence[str], case: Case, steps: int, shards: int, folder: Pa
            str(folder), "--workers", str(case.workers), "--standby", "0", "--reduce", case.arm,
            "--store", "", *(["--timeline"] if timeline else []), "--", *command]
     log = folder / f"{name}.log"
-    with open(log, "wb") as output:
+    with open(log, "wb", opener=private) as output:
         done = subprocess.run(run, env=os.environ | override.to_environment(), stdout=output,
                               stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
     shutil.rmtree(folder / name / "checkpoints", ignore_errors=True)
@@ -90,7 +91,7 @@ def peer(demo: str, case: Case, steps: int, batch: int, folder: Path) -> Ran:
                str(steps + WARM_UP_STEPS), "--global-batch", str(batch * case.scale)]
     log = folder / f"{case.arm}-{case.workers}-{case.scale}.log"
     ranks: list[subprocess.Popen[str]] = []
-    with open(log, "wb") as output:
+    with open(log, "wb", opener=private) as output:
         try:
             ranks += [subprocess.Popen(command, env=env | {"RANK": str(rank)}, text=True,
                                        stdout=subprocess.PIPE, stderr=output,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.host.modes import write_text
 from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:
@@ -212,7 +213,7 @@ def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Pricin
     runs = [replace(run, result=_with_costs(dict(run.result), prices))
             for run in map(read, run_dirs)]
     with _writes("--html", options.html):
-        options.html.write_text(page(runs), encoding="utf-8")
+        write_text(options.html, page(runs))
     _tell(f"The report is in {options.html}.", options)
 
 
@@ -265,7 +266,7 @@ def write_svg(file: Path, timeline: Timeline, history: History, result: dict[str
         raise ConfigError(f"Run {result['run']} has {result['steps']} finished steps, and a "
                           f"picture needs 2. Call the command again later.")
     with _writes("--svg", file):
-        file.write_text(svg.draw(timeline, history.books.periods, result), encoding="utf-8")
+        write_text(file, svg.draw(timeline, history.books.periods, result))
 
 
 @contextmanager

@@ -43,6 +43,7 @@ from elastic_trainer.observe.segments import (
     segments,
 )
 from elastic_trainer.observe.trace import Trace
+from elastic_trainer.wire.redact import may_have_secrets, redacted_value
 
 __all__ = ["EVENTS_FILE", "Events", "newest_attempt", "read_events"]
 
@@ -74,11 +75,15 @@ class Events:
             self._fd = _opened(run_dir)
 
     def emit(self, event: str, **facts: Any) -> None:
-        """Write one fact, then call the listeners with it."""
+        """Write one fact, without secrets (wire/redact.py), then call the listeners with it."""
         line_facts = {"time": round(time.time(), 4), "event": event, **_LEVELS.get(event, {}),
                       **self.bound, **facts}
+        line = json.dumps(line_facts, default=str)
+        if may_have_secrets(line):
+            # The fields' own names are the table's: `key` is the name of a setting there.
+            line_facts = {name: redacted_value(it) for name, it in json.loads(line).items()}
+            line = json.dumps(line_facts)
         if self.courier or self._fd is not None:
-            line = json.dumps(line_facts, default=str)
             self.write(line if len(line) <= MAX_LINE_BYTES else shortened(line_facts))
         for listener in self.listeners:
             listener(event, line_facts)

@@ -29,6 +29,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from elastic_trainer.host.modes import private
 from elastic_trainer.observe import now
 from elastic_trainer.observe.report import RESULT_FILE
 from elastic_trainer.observe.segments import DAMAGE, EVENTS_FILE, LONGEST_LINE_BYTES, names_of
@@ -170,7 +171,8 @@ class Mirror:
 
     def _place(self, name: str, data: bytes) -> None:
         part = self.folder / f".{name}.part"
-        part.write_bytes(data)
+        with open(part, "wb", opener=private) as file:
+            file.write(data)
         part.rename(self.folder / name)
 
 

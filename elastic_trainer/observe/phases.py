@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.host.modes import private
 from elastic_trainer.observe.trace import FOLDER
 
 PHASES = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "checkpoint")
@@ -109,7 +110,7 @@ def print_phases(rows: Iterable[Row]) -> None:
 
 def join(files: Iterable[Path], target: Path) -> None:
     """Write the events of all timelines into one file, which a viewer opens. Raises OSError."""
-    with open(target, "w", encoding="utf-8") as joined:
+    with open(target, "w", encoding="utf-8", opener=private) as joined:
         mark = "[\n"
         for event in events_of(files):
             joined.write(mark + json.dumps(event))

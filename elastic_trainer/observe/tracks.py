@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.host.modes import private
 from elastic_trainer.observe import phases
 from elastic_trainer.observe.event_kind import PAUSE_PARTS, Level
 from elastic_trainer.observe.event_table import KINDS
@@ -244,7 +245,7 @@ def write_trace(tracks: Tracks, history: History, run_dir: Path, target: Path) -
     `tracks` has taken the events of the history.
     """
     tracks.close()
-    with open(target, "wb") as file:
+    with open(target, "wb", opener=private) as file:
         trace = TraceFile(file)
         merged = _write_run(trace, tracks, history)
         workers = _write_hosts(trace, tracks)

@@ -29,6 +29,7 @@ from elastic_trainer.observe.segments import Reader
 from elastic_trainer.standby.keeper import Keeper
 from elastic_trainer.standby.shim import command_name, is_private
 from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.wire.redact import redacted, redacted_command
 
 REPLACE_AFTER_S = 3.0
 """The time after which the next standby starts to boot when one was taken: by then the world has
@@ -109,8 +110,9 @@ class Service:
         self.failures += 1
         self.not_before = now + min(MAX_BACK_OFF_S, 2.0 ** min(self.failures, 9))
         self.events.emit("standby.failed", pid=pid, state=state, reason=reason)
-        print(f"elastic-trainer: A standby of `{shlex.join(self.command)}` failed while {state}: "
-              f"{plain_text(reason)}", file=sys.stderr, flush=True)
+        command = shlex.join(redacted_command(self.command))
+        print(f"elastic-trainer: A standby of `{command}` failed while {state}: "
+              f"{plain_text(redacted(reason))}", file=sys.stderr, flush=True)
 
 
 def wait_until_training(log: Reader) -> None:

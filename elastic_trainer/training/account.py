@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.host.modes import write_text
 from elastic_trainer.observe import report
 from elastic_trainer.observe.events import Events
 from elastic_trainer.observe.versions import versions
@@ -186,7 +187,7 @@ class Account:
         steps, planned = self.state.committed, self.job.schedule.steps
         note = {"steps": steps, "planned_steps": planned, "reason": reason}
         if self.launch.run_dir:
-            Path(self.launch.run_dir, FINISHED_EARLY_FILE).write_text(json.dumps(note) + "\n")
+            write_text(Path(self.launch.run_dir, FINISHED_EARLY_FILE), json.dumps(note) + "\n")
         self.remark(Remark(
             "run.finished_early",
             f"the run is finished after {steps} of {planned} steps: {reason}", note), world.rank)

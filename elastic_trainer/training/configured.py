@@ -43,6 +43,7 @@ from elastic_trainer.state.rates import Rates
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.settings import CONFIGURATION, Remark, configuration_differs
+from elastic_trainer.wire.redact import redacted_settings
 
 T = TypeVar("T")
 NO_CONFIGURATION = (
@@ -118,8 +119,10 @@ def in_use(job: Job, options: Options) -> Job:
                 f"{found.source} has {TRAINING}.{key} = {value!r}, but the script gives "
                 f"{job.words.api} {used!r}. Use {job.words.name}(…, **config."
                 f"{'training' if job.words.name == 'Trainer' else 'train'}).")
-    remarks = tuple(_unread(key, value) for key, value in found.unread().items())
-    return replace(job, configuration=found.flat(), remarks=(*job.remarks, *remarks))
+    unread = redacted_settings(found.unread())
+    remarks = tuple(_unread(key, value) for key, value in unread.items())
+    return replace(job, configuration=redacted_settings(found.flat()),
+                   remarks=(*job.remarks, *remarks))
 
 
 def _unread(key: str, value: Any) -> Remark:

@@ -1,0 +1,147 @@
+"""Secrets of the command line, the configuration and the environment, and what only looks so."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.launch.command import main
+from elastic_trainer.observe.events import EVENTS_FILE, Events, read_events
+from elastic_trainer.state.config_changes import changes
+from elastic_trainer.wire.redact import (
+    redacted,
+    redacted_command,
+    redacted_settings,
+    redacted_value,
+)
+
+SECRET = "V3ry-s3cret"
+NAMED = (
+    f"--api-key={SECRET}", f"--api-key {SECRET}", f"--api_key={SECRET}", f"--apiKey={SECRET}",
+    f"--token {SECRET}", f"--hf-token={SECRET}", f"--password '{SECRET} x'", f"--key {SECRET}",
+    f"--wandb-api-key={SECRET}", f"--client-secret={SECRET}", f"WANDB_API_KEY={SECRET}",
+    f"PGPASSWORD={SECRET}", f"MYSQL_PWD={SECRET}", f"AWS_SECRET_ACCESS_KEY={SECRET}",
+    f"--db postgres://user:{SECRET}@host/db", f"--proxy http://{SECRET}@proxy:3128",
+    f"https://host/?a=1&X-Amz-Signature={SECRET}&b=2", f"https://host/?sig={SECRET}",
+    f"Authorization: Bearer {SECRET}", f"-H 'authorization: bearer {SECRET}'",
+    f"--config={{\"api_key\": \"{SECRET}\", \"lr\": 1}}", f"--set hub.token={SECRET}",
+    f"--config '{{\"hub\": {{\"password\": \"{SECRET}\"}}}}'", f"['--api-key', '{SECRET}', '--lr']",
+    f"{{'api_key': '{SECRET}'}}", f"password: {SECRET}", f"x-api-key: {SECRET}",
+    f"{{\\\"api_key\\\": \\\"{SECRET}\\\"}}", f"--aws-session-token={SECRET}",
+    f"--passphrase={SECRET}", f"--db-credentials {SECRET}", f"api_token='{SECRET}'",
+)
+FORMED = (
+    "AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE", "hf_AbCdEfGhIjKlMnOpQrStUvWx",
+    "hf_0123456789ab", "ghp_0123456789abcdefABCDEF0123456789", "github_pat_11AAAAAAA0_abcdefgh",
+    "sk-proj-0123456789abcdef", "sk-ant-api03-0123456789", "glpat-0123456789abcdef",
+    "xoxb-1234567890-ab",
+    "AIzaSyA0123456789abcdefghijklmnopqrstuv", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+    "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----",
+)
+HARMLESS = (
+    "--num-keys 5", "--tokenizer bert-base", "--max-tokens 100", "--key-dim 64", "--monkey x",
+    "--sort-key length", "--eos-token '</s>'", "--pad-token [PAD]", "--token-file /run/token",
+    "--keyboard us", "--tokens 2048", "--keypoints a.json", "monkey=1 tokens=5", "--lr 1e-3",
+    "s3://bucket/key=5/part", "https://host:443/a@b", "sorted(rows, key=len)", "KeyError: 'x'",
+    "sk-learn-pipeline", "hf_hub_download", "task-12345678901", "the key: abc", "--author me",
+    "the bearer token is missing", "--signal 9", "--use-auth-token --fast", "--n-head 8",
+    "--no-password", "--secret-dim 4", "--design x", "--token-embedding-size 3", "-k killed",
+)
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_a_secret_is_replaced_when_its_name_tells(text: str) -> None:
+    """Whatever the form: one argument or two, a variable, a URL, JSON, a header."""
+    shown = redacted(f"python train.py {text} --epochs 3")
+    assert SECRET not in shown and "***" in shown
+    assert shown.startswith("python train.py ") and shown.endswith(" --epochs 3")
+    assert redacted(shown) == shown
+
+
+@pytest.mark.parametrize("secret", FORMED)
+def test_a_secret_is_replaced_when_only_its_form_tells(secret: str) -> None:
+    """Under a harmless name, in a sentence, and in the middle of a line."""
+    for text in (f"--model {secret}", f"it said {secret}, and ended", f"name={secret}"):
+        shown = redacted(text)
+        assert secret not in shown and "***" in shown
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_what_only_looks_like_a_secret_stays(text: str) -> None:
+    """Numbers, kinds of keys and tokens that are none, names that speak of a secret, other words.
+    """
+    line = f"python train.py {text} --epochs 3"
+    assert redacted(line) == line
+    if text.startswith("-"):
+        assert redacted_command(line.split()) == line.split()
+
+
+def test_the_two_words_of_an_option_are_one_secret() -> None:
+    """Also where the value is JSON, has blanks, or belongs to the next option."""
+    words = ["python", "train.py", "--api-key", SECRET, "--password", f"{SECRET} and more",
+             "--config", json.dumps({"api_key": SECRET, "lr": 1}), "--token", "--lr", "1",
+             f"TOKEN={SECRET}", f"--list={json.dumps([{'password': SECRET}])}"]
+    shown = redacted_command(words)
+    assert SECRET not in " ".join(shown) and len(shown) == len(words)
+    assert shown[:4] == ["python", "train.py", "--api-key", "***"]
+    assert shown[7:11] == ['{"api_key": "***", "lr": 1}', "--token", "--lr", "1"]
+
+
+def test_a_structure_has_no_secret_below_a_name_that_tells() -> None:
+    """Nested, in lists, as numbers; what has another name keeps its value and its type."""
+    given = {"hub": {"token": SECRET, "n_tokens": 5}, "passwords": {"db": SECRET, "port": 4711},
+             "api_keys": [SECRET, SECRET], "password": 1234, "is_secret": False,
+             "optimizer": {"lr": 0.1, "betas": [0.9, 0.99]}, "tokenizer": "bert"}
+    shown = redacted_value(given)
+    assert SECRET not in json.dumps(shown) and "4711" not in json.dumps(shown)
+    assert shown["password"] == "***" and shown["is_secret"] is False
+    assert shown["optimizer"] == given["optimizer"] and shown["tokenizer"] == "bert"
+    assert shown["hub"]["n_tokens"] == 5
+
+
+def test_the_value_of_a_secret_variable_is_replaced_wherever_it_stands(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within a word. A short one stays: it stands in any text."""
+    monkeypatch.setenv("MY_SERVICE_TOKEN", "plainwordswithoutform")
+    monkeypatch.setenv("MY_OTHER_TOKEN", "abc")
+    assert redacted("xplainwordswithoutformx abc") == "x***x abc"
+
+
+def test_a_configuration_is_kept_without_secrets_and_still_compared() -> None:
+    """A rotated API key changes no bit. A key of a weaker name leaves a digest, so that another
+    column of the data is a change. What a checkpoint of before kept in clear counts alike."""
+    was = {"hub.api_key": SECRET, "data.key": "image", "model.width": 8}
+    kept = redacted_settings(was)
+    assert SECRET not in json.dumps(kept) and "image" not in json.dumps(kept)
+    assert changes(kept, was) == [] == changes(was, kept)
+    assert changes(kept, was | {"hub.api_key": "another"}) == []
+    assert [change.key for change in changes(kept, was | {"data.key": "label"})] == ["data.key"]
+    assert [change.key for change in changes(kept, was | {"model.width": 9})] == ["model.width"]
+
+
+def test_no_file_of_a_run_has_a_secret_when_its_command_has(tmp_path: Path) -> None:
+    """The event log, and what is read from it: listeners (loggers), the report in HTML. Reports
+    are private files, whatever the umask is."""
+    run = tmp_path / "run"
+    events, heard = Events(run, run="run", attempt=1), []
+    events.listeners.append(lambda event, facts: heard.append(facts))
+    command = ["python", "train.py", "--api-key", SECRET, f"--db=postgres://me:{SECRET}@h/d"]
+    events.emit("run.started", options={"command": command, "horovodrun": []}, versions={})
+    events.emit("worker.failed", error=f"login with token={SECRET} failed")
+    events.emit("job.settings_differ", key="training.lr", holds="run",
+                run_value=1, given=2)
+    assert SECRET not in (run / EVENTS_FILE).read_text() and SECRET not in str(heard)
+    assert read_events(run)[0]["options"]["command"][:4] == [*command[:3], "***"]
+    assert read_events(run)[2]["key"] == "training.lr"
+    page = tmp_path / "report.html"
+    umask = os.umask(0)
+    try:
+        assert main(["report", str(run), "--html", str(page)]) == 0
+    finally:
+        os.umask(umask)
+    assert SECRET not in page.read_text()
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
