@@ -49,6 +49,7 @@ def test_a_sound_machine_passes_each_check() -> None:
     ({"horovod": ""}, "Horovod", "failed", "elastic-trainer setup"),
     ({"horovod": "0.27.0"}, "Horovod", "failed", "mends 0.28.1"),
     ({"made_for": "2.12.0"}, "Horovod", "failed", "built for torch 2.12.0, but torch 2.13.0+cpu"),
+    ({"recipe": "6"}, "Horovod", "warning", "of build 6, but"),
     ({"horovod_error": "undefined symbol"}, "Horovod", "failed", "undefined symbol"),
     ({"gloo": False}, "collectives", "failed", "neither Gloo nor NCCL"),
     (GPU | {"nccl": False}, "collectives", "warning", "libnccl-dev"),

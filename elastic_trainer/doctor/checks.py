@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.doctor.facts import Facts, StoreFacts
+from elastic_trainer.setup.recipe import RECIPE
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 HOROVOD = "0.28.1"
@@ -82,6 +83,11 @@ def horovod(facts: Facts) -> Check:
                      SETUP)
     if facts.horovod_error:
         return Check(facts.host, what, FAILED, f"it cannot be imported: {facts.horovod_error}",
+                     SETUP)
+    if facts.recipe and facts.recipe != str(RECIPE):
+        return Check(facts.host, what, WARNING,
+                     f"{facts.horovod} of build {facts.recipe}, but {RECIPE} is the newest; "
+                     f"with an older one plain horovodrun may run code that any client sends",
                      SETUP)
     return Check(facts.host, what, OK, f"{facts.horovod}, "
                  + (f"built for torch {facts.made_for}" if facts.made_for else "of your own build"))

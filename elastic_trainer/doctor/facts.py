@@ -81,6 +81,8 @@ class Facts:
     horovod_error: str = ""
     made_for: str = ""
     """The torch for which our build of Horovod was made; "": unknown."""
+    recipe: str = ""
+    """The number of our patches with which it was built (setup/recipe.py); "": unknown."""
     gloo: bool = False
     nccl: bool = False
     processor: str = ""
@@ -160,8 +162,8 @@ def _horovod() -> dict[str, str]:
     from elastic_trainer.setup.target import installed_horovod
 
     found = installed_horovod()
-    made_for = found.made_for.split("-")[1] if found and "-" in found.made_for else ""
-    return {"horovod": found.version if found else "", "made_for": made_for}
+    parts = found.made_for.split("-") if found and found.made_for else ["", "", ""]
+    return {"horovod": found.version if found else "", "made_for": parts[1], "recipe": parts[-1]}
 
 
 def _processor() -> str:

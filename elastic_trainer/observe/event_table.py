@@ -337,6 +337,12 @@ _WORLD = (
         "a worker computes other bits than the world: {meaning}",
         remedy="Use like processors and the same torch on all hosts."),
     EventKind(
+        "worker.horovodrun_unauthenticated", WARNING,
+        "Plain horovodrun of a Horovod without our patches: it runs code that any client sends "
+        "to it (CVE-2024-10190).", (),
+        "this horovodrun runs code that any client sends to it (CVE-2024-10190)",
+        remedy="Run `elastic-trainer setup`, which builds the patched Horovod, on each host."),
+    EventKind(
         "worker.weights_differ_as_built", INFO,
         "A newcomer's weights differ as built. It receives the world's.",
         has(host=NAME, newcomer=NAME, other_host=NAME, meaning=TEXT), "host {host}: {meaning}",

@@ -116,7 +116,7 @@ class Member:
         self.launch, self.events = opened(Launch.from_environment())
         if waited:
             self.events.emit("worker.stood_by", **waited)
-        self.driver = driver_of(self.launch)
+        self.driver = driver_of(self.launch, self.events)
         self.checkpointing = self._checkpointing(None)
         signal.signal(signal.SIGTERM, lambda *_: self.driver.drain())
         self._watch = Watch(self.launch, self.driver, self.events)

@@ -127,7 +127,7 @@ class Worker:
         reduce = self._take_place()
         if stood_by:
             self.events.emit("worker.stood_by", **stood_by)
-        self.driver = driver_of(self.launch)
+        self.driver = driver_of(self.launch, self.events)
         require_main_thread(self.driver)
         try:
             is_shown = self.options.progress and not (self.launch.driver or self.launch.horovod)

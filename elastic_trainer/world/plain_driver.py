@@ -4,8 +4,9 @@ Horovod's driver → here → generations
 
 This driver is not mended, and keeps its limits (docs/guide/fleets.md#plain-horovodrun). The worker
 avoids two of them: it waits for admission before `hvd.init()` (F1), and leaves with exit code 75
-(F11). launch/driver.py lists F1 to F11. Horovod's notification service is used unchanged: it checks
-an HMAC before it unpickles (network.py:92-99).
+(F11). launch/driver.py lists F1 to F11. With the patches of setup/patches horovodrun answers only a
+request with the token of its launch. A worker has the token in its environment. Horovod's
+notification service checks an HMAC before it unpickles (network.py:92-99).
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import os
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 
-from elastic_trainer.config import Launch
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.wire.heartbeat import MachineFault
 from elastic_trainer.world.arithmetic import Arithmetic
 from elastic_trainer.world.place import Dismissed, DriverHooks, Place, RunOver
@@ -25,6 +27,13 @@ SEAT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 ADMISSION_S = 60.0
 """The time for which rank 0 waits for all members of a generation other than the first."""
 ADMISSION_POLL_S = 0.02
+TOKEN_VARIABLE, TOKEN_HEADER = "_HOROVOD_LAUNCH_TOKEN", "X-Horovod-Token"
+"""Of setup/patches/11-answer-only-with-the-key.patch."""
+
+
+def is_open(launch: Launch, env: Mapping[str, str]) -> bool:
+    """True under a horovodrun without our patches: it runs code that any client sends (F10)."""
+    return launch.horovod and not launch.driver and TOKEN_VARIABLE not in env
 
 
 class PlainDriver:
@@ -41,7 +50,12 @@ class PlainDriver:
         self.address = env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
         self.port = int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"])
         self.host, self.local_rank = env["HOROVOD_HOSTNAME"], int(env["HOROVOD_LOCAL_RANK"])
-        notification_manager.init()
+        self._headers = {TOKEN_HEADER: env[TOKEN_VARIABLE]} if TOKEN_VARIABLE in env else {}
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            notification_manager.init()
+        except RuntimeError as error:
+            raise ConfigError(f"{error} Run `elastic-trainer setup` on each host.") from error
         notification_manager.register_listener(self)
 
     def on_hosts_updated(self, timestamp: int, result: Any) -> None:
@@ -116,9 +130,9 @@ class PlainDriver:
 
     def _http(self, method: str, path: str, body: bytes | None = None) -> bytes | None:
         url = f"http://{self.address}:{self.port}/{path}"
-        request = urllib.request.Request(url, data=body, method=method)
+        request = urllib.request.Request(url, data=body, method=method, headers=self._headers)
         try:
-            with urllib.request.urlopen(request) as answer:
+            with self._opener.open(request) as answer:
                 return bytes(answer.read())
         except urllib.error.HTTPError as error:
             if error.code == 404:
