@@ -12,9 +12,10 @@ What always holds:
    (DNS rebinding), the cookie is SameSite=Strict, and nothing answers with CORS.
 4. The page loads nothing from elsewhere, which its Content-Security-Policy enforces.
 5. A page of a server that was started again loads itself anew: versions are those of one server.
-6. At most MOST_READERS connections are served at once, and a silent one ends after SILENT_S.
-
-It is Python's http.server: a page for a few people, that needs no package.
+6. A connection has REQUEST_S for its whole request, and ANSWER_S to read the answer. Single bytes
+   extend neither. At most MOST_READERS connections send a request at once, and as many read an
+   answer. One more takes the place of the oldest one of the address with the most (wire/gate.py),
+   so slow connections of others keep no reader out. Who lacks the token takes no such place.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from http import HTTPStatus
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.etree.ElementTree import SubElement
 
@@ -39,12 +40,16 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.live import Live
 from elastic_trainer.observe.overview import Overview
 from elastic_trainer.observe.page import empty, html_of
+from elastic_trainer.wire.gate import Gate, OpenConnections, Request, head
 from elastic_trainer.wire.plain import plain
 
 DEFAULT_BIND = "127.0.0.1:8765"
 TOKEN_VARIABLE = "ELASTIC_TRAINER_WATCH_TOKEN"
-MOST_READERS, SILENT_S = 32, 15.0
+MOST_READERS, REQUEST_S, ANSWER_S = 32, 10.0, 15.0
+MOST_HEAD_BYTES = 1 << 16
+"""A browser sends the cookies of all pages on this machine."""
 COOKIE = "elastic_trainer_token"
+EMPTY_LINE = b"\r\n\r\n"
 SCRIPT = """
 "use strict";
 let version = 0;
@@ -135,11 +140,8 @@ def cookies_in(header: str) -> dict[str, str]:
             (part.strip().partition("=") for part in header.split(";"))}
 
 
-class Server(ThreadingHTTPServer):
+class Server:
     """Serves runs: one at `/`, or several at `/run/NAME/` and their table at `/`."""
-
-    daemon_threads = True
-    request_queue_size = MOST_READERS
 
     def __init__(self, runs: Sequence[Live], bind: str, token: str = ""):
         host, port = address_of(bind)
@@ -152,97 +154,117 @@ class Server(ThreadingHTTPServer):
         self.cookie = f"{COOKIE}_{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
         """Browsers do not separate cookies by port: another server's has another name."""
         self.identity = secrets.token_hex(8)
-        self.seats = threading.BoundedSemaphore(MOST_READERS)
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._answered, self._lock = OpenConnections(), threading.Lock()
         try:
-            super().__init__((host, port), Handler)
+            self.gate = Gate(host, port, self._begin, lambda *_: None, request_s=REQUEST_S,
+                             most=lambda: MOST_READERS, most_head=MOST_HEAD_BYTES)
         except OSError as error:
             raise ConfigError(f"--bind {bind} cannot be used: {error.strerror}. Give an address of "
                               f"this machine and a free port.") from error
+        self.server_port = self.gate.address[1]
         self.place = f"[{host}]" if ":" in host else host
         self.url = f"http://{self.place}:{self.server_port}/"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.seats.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
+    def serve_forever(self) -> None:
+        """Answer until `shutdown`."""
+        self.gate.serve_forever()
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def shutdown(self) -> None:
+        """Answer no more."""
+        self.gate.shutdown()
+
+    def server_close(self) -> None:
+        """Close the sockets. Call `shutdown` first."""
+        self.gate.close()
+
+    def _begin(self, connection: socket.socket, address: str, request: Request, _: bytes) -> None:
+        """Refuse a request at once, or answer it in a thread: a page may take seconds."""
+        if refusal := self._refusal(request):
+            with suppress(OSError):  # it fits into the socket's buffer, or the reader is none
+                connection.setblocking(False)
+                connection.send(refusal)
+            return connection.close()
+        with self._lock:
+            if self._answered.size >= MOST_READERS:
+                oldest = self._answered.oldest_of_most()
+                self._answered.remove(*oldest)
+                with suppress(OSError):
+                    oldest[1].shutdown(socket.SHUT_RDWR)  # its thread ends
+            self._answered.add(address, connection)
+        threading.Thread(target=self._answer, args=(connection, address, request),
+                         daemon=True).start()
+
+    def _refusal(self, request: Request) -> bytes:
+        """Return the answer to a reader who may not read; empty: the reader may."""
+        if request.method not in ("GET", "HEAD"):
+            return answer(501, "text/plain", "This server only shows.\n")
+        if not (self.token or is_own_name(request.headers.get("host", ""))):
+            return answer(403, "text/plain", "This is not the name of this server.\n")
+        if self.token and not self._is_known(request):
+            return answer(403, "text/plain", "The token is missing: open the address that "
+                                             "elastic-trainer watch has printed.\n")
+        return b""
+
+    def _is_known(self, request: Request) -> bool:
+        """True if the reader has the token, in any of three places: the others may be stale."""
+        given = ((parse_qs(urlsplit(request.path).query).get("token") or [""])[0],
+                 cookies_in(request.headers.get("cookie", "")).get(self.cookie, ""),
+                 request.headers.get("authorization", "").removeprefix("Bearer "))
+        token = self.token.encode()
+        return any(hmac.compare_digest(it.encode(errors="replace"), token) for it in given)
+
+    def _answer(self, connection: socket.socket, address: str, request: Request) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            connection.settimeout(ANSWER_S)  # for all bytes together (socket.sendall)
+            sent = self.page(request)
+            connection.sendall(sent if request.method == "GET" else sent.partition(EMPTY_LINE)[0]
+                               + EMPTY_LINE)
+        except OSError:
+            pass  # the reader has gone
         finally:
-            self.seats.release()
+            with self._lock:
+                self._answered.remove(address, connection)
+            connection.close()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a reader that has gone."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    """One request."""
-
-    server: Server
-    timeout = SILENT_S
-    server_version, sys_version = "elastic-trainer", ""
-
-    def do_GET(self) -> None:
-        asked = urlsplit(self.path)
+    def page(self, request: Request) -> bytes:
+        """Return what is asked for, or why there is none."""
+        asked = urlsplit(request.path)
         path, query = unquote(asked.path), parse_qs(asked.query)
-        if not (self.server.token or is_own_name(self.headers.get("Host", ""))):
-            return self._answer(403, "text/plain", "This is not the name of this server.\n")
-        if self.server.token and not self._is_known(query):
-            return self._answer(403, "text/plain", "The token is missing: open the address that "
-                                                   "elastic-trainer watch has printed.\n")
-        if path == "/" and "token" in query:
-            return self._answer(303, "text/plain", "", {"Location": "/", "Set-Cookie": (
-                f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/")})
+        if self.token and path == "/" and "token" in query:
+            return answer(303, "text/plain", "", {"Location": "/", "Set-Cookie": (
+                f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/")})
         try:
-            code, kind, text = self._found(path, query)
+            return answer(*self._found(path, query))
         except OSError as error:
-            code, kind, text = 503, "text/plain", (
-                f"{plain(str(error.filename))} cannot be read: {error.strerror}.\n")
-        self._answer(code, kind, text)
-
-    do_HEAD = do_GET
+            return answer(503, "text/plain", f"{plain(str(error.filename))} cannot be read: "
+                                             f"{error.strerror}.\n")
 
     def _found(self, path: str, query: dict[str, list[str]]) -> tuple[int, str, str]:
         """Return code, type and text of what is asked for. Raises OSError if a log cannot be read.
         """
         if path == "/metrics":
-            return 200, "text/plain; version=0.0.4", self.server.overview.metrics()
+            return 200, "text/plain; version=0.0.4", self.overview.metrics()
         place, _, name = path.rpartition("/")
-        shown = self.server.pages.get(f"{place}/")
+        shown = self.pages.get(f"{place}/")
         if shown and not name:
             return 200, "text/html", shell(
-                shown, server=self.server.identity,
-                is_one_of_several=path != "/" and len(self.server.overview.runs) > 1)
+                shown, server=self.identity,
+                is_one_of_several=path != "/" and len(self.overview.runs) > 1)
         if shown and name == "sections":
             newer = (query.get("newer") or ["0"])[0]
             than = int(newer) if newer.isdecimal() and len(newer) < 16 else 0
             return 200, "application/json", json.dumps(
-                {"server": self.server.identity, **shown.newer(than)})
+                {"server": self.identity, **shown.newer(than)})
         return 404, "text/plain", "There is no such page.\n"
 
-    def _is_known(self, query: dict[str, list[str]]) -> bool:
-        """True if the reader has the token, in any of three places: the others may be stale."""
-        given = ((query.get("token") or [""])[0],
-                 cookies_in(self.headers.get("Cookie", "")).get(self.server.cookie, ""),
-                 self.headers.get("Authorization", "").removeprefix("Bearer "))
-        token = self.server.token.encode()
-        return any(hmac.compare_digest(it.encode(errors="replace"), token) for it in given)
 
-    def _answer(self, code: int, kind: str, text: str, more: dict[str, str] | None = None) -> None:
-        body = text.encode()
-        self.send_response(code)
-        for name, value in {**HEADERS, "Content-Type": f"{kind}; charset=utf-8",
-                            "Content-Length": str(len(body)), **(more or {})}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a line would have the token."""
+def answer(code: int, kind: str, text: str, more: Mapping[str, str] | None = None) -> bytes:
+    """Return a whole answer."""
+    body = text.encode()
+    headers = {**HEADERS, "Content-Type": f"{kind}; charset=utf-8", "Connection": "close",
+               **(more or {})}
+    lines = (f"{name}: {value}" for name, value in headers.items())
+    return head(code, HTTPStatus(code).phrase, len(body), *lines) + body
 
 
 def serve(runs: Sequence[Live], bind: str) -> None:
