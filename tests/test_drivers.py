@@ -11,6 +11,7 @@ import pytest
 
 import elastic_trainer
 from elastic_trainer.config import Launch
+from elastic_trainer.observe.events import Events
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.drivers import driver_of
 from elastic_trainer.world.our_driver import OurDriver
@@ -68,4 +69,4 @@ def test_only_our_driver_takes_what_plain_horovodrun_would_take_for_a_death() ->
 
 def test_a_worker_without_a_launcher_is_alone() -> None:
     """The launch determines the driver."""
-    assert isinstance(driver_of(Launch()), Alone)
+    assert isinstance(driver_of(Launch(), Events(None)), Alone)

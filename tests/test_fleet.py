@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,58 @@ def test_secrets_are_read_by_name_and_by_the_fleets_machines_only(cloud: Cloud) 
         environment='{"TOKEN" = "x"}')
     for address in ("aws_vpc_endpoint.ssm[0]", "aws_security_group.ssm[0]"):
         assert plan[address]["actions"] == ["delete"]
+
+
+def test_the_network_reaches_the_fleets_buckets_and_the_packages_and_no_other(
+        cloud: Cloud) -> None:
+    """Whatever credentials a process brings along: a machine's own lead to the run's part of the
+    bucket only, and anonymous ones to the packages of Amazon Linux. What the roles may do in S3,
+    the network lets through."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    (way,) = (w for w in cloud.ec2.describe_vpc_endpoints()["VpcEndpoints"]
+              if w["ServiceName"] == "com.amazonaws.us-east-1.s3")
+    statements = json.loads(way["PolicyDocument"])["Statement"]
+    through = {(action, resource): statement for statement in statements
+               for action in listed(statement["Action"])
+               for resource in listed(statement["Resource"])}
+    ours, packages = f"arn:aws:s3:::{OPEN_BUCKET}", "arn:aws:s3:::al2023-repos-us-east-1-de612dc2/*"
+    assert {resource for _, resource in through} == {ours, f"{ours}/mine/*", packages}
+    assert [action for action, resource in through if resource == packages] == ["s3:GetObject"]
+    machines = {f"arn:aws:iam::123456789012:role/mine-us-east-1-{role}"
+                for role in ("coordinator", "workers")}
+    for (action, resource), statement in through.items():
+        assert statement["Effect"] == "Allow" and "*" not in action
+        if resource != packages:
+            names = statement["Condition"]["StringEquals"]["aws:PrincipalArn"]
+            assert set(listed(names)) == machines
+    for role in ("coordinator", "workers"):
+        policy = cloud.client("iam").get_role_policy(
+            RoleName=f"mine-us-east-1-{role}", PolicyName=role)["PolicyDocument"]
+        policy = json.loads(policy) if isinstance(policy, str) else policy
+        for statement in policy["Statement"]:
+            for action in listed(statement["Action"]):
+                for resource in listed(statement["Resource"]):
+                    if action.startswith("s3:"):
+                        assert any(action == other and fnmatch(resource, pattern)
+                                   for other, pattern in through), (role, action, resource)
+
+
+def test_the_network_lets_workers_read_the_buckets_with_data(cloud: Cloud) -> None:
+    """And write nothing there; the coordinator does not reach them."""
+    if cloud.why_not_terraform:
+        pytest.skip(cloud.why_not_terraform)
+    change = cloud.planned(data_buckets='["data-of-others"]')["aws_vpc_endpoint.s3"]
+    statements = json.loads(change["after"]["policy"])["Statement"]
+    (found,) = (s for s in statements if "data-of-others" in str(s["Resource"]))
+    assert sorted(found["Action"]) == ["s3:GetObject", "s3:ListBucket"]
+    assert sorted(found["Resource"]) == [
+        "arn:aws:s3:::data-of-others", "arn:aws:s3:::data-of-others/*"]
+    assert str(found["Condition"]["StringEquals"]["aws:PrincipalArn"]).endswith("-workers")
+
+
+def listed(one_or_more: str | list[str]) -> list[str]:
+    return [one_or_more] if isinstance(one_or_more, str) else one_or_more
 
 
 def fleet_is_as_wanted(cloud: Cloud) -> None:

@@ -18,8 +18,8 @@ from test_trainer import Model, in_a_breaking_world, trainer_of
 
 from elastic_trainer import ConfigError
 from elastic_trainer.loggers import Csv, Logger, MLflow, Row, Run, TensorBoard, WandB, rows, writer
-from elastic_trainer.wire.redact import redacted
 from elastic_trainer.loggers.writer import Writer
+from elastic_trainer.wire.redact import redacted
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 DEADLINE_S = 60.0

@@ -50,6 +50,79 @@ resource "aws_vpc_endpoint" "s3" {
   vpc_id          = aws_vpc.fleet.id
   service_name    = "com.amazonaws.${var.region}.s3"
   route_table_ids = [aws_route_table.fleet.id]
+  policy          = data.aws_iam_policy_document.through_s3.json
+}
+
+# All traffic to S3 of all machines goes through the endpoint, so what is not listed here is reached
+# by nobody: neither another bucket with the machines' own permissions, nor one with permissions
+# that somebody has brought along.
+data "aws_iam_policy_document" "through_s3" {
+  # The principals of a gateway endpoint can be limited by this condition only.
+  statement {
+    actions   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"]
+    resources = ["${local.run}/*"]
+
+    principals {
+      type        = "*"
+      identifiers = ["*"]
+    }
+
+    condition {
+      test     = "StringEquals"
+      variable = "aws:PrincipalArn"
+      values   = [for role in aws_iam_role.machine : role.arn]
+    }
+  }
+
+  statement {
+    actions   = ["s3:ListBucket"]
+    resources = [local.bucket]
+
+    principals {
+      type        = "*"
+      identifiers = ["*"]
+    }
+
+    condition {
+      test     = "StringEquals"
+      variable = "aws:PrincipalArn"
+      values   = [for role in aws_iam_role.machine : role.arn]
+    }
+  }
+
+  dynamic "statement" {
+    for_each = var.data_buckets
+
+    content {
+      actions = ["s3:GetObject", "s3:ListBucket"]
+      resources = [
+        "${local.arn}:s3:::${statement.value}", "${local.arn}:s3:::${statement.value}/*",
+      ]
+
+      principals {
+        type        = "*"
+        identifiers = ["*"]
+      }
+
+      condition {
+        test     = "StringEquals"
+        variable = "aws:PrincipalArn"
+        values   = [aws_iam_role.machine["workers"].arn]
+      }
+    }
+  }
+
+  # The packages of Amazon Linux 2023 (deploy/hosts/boot.sh), which dnf fetches without credentials.
+  # Its repository has this bucket in each region.
+  statement {
+    actions   = ["s3:GetObject"]
+    resources = ["${local.arn}:s3:::al2023-repos-${var.region}-de612dc2/*"]
+
+    principals {
+      type        = "*"
+      identifiers = ["*"]
+    }
+  }
 }
 
 locals {
