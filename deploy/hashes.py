@@ -6,6 +6,9 @@
     python deploy/hashes.py plan PLAN.json [index-hashes]
                                               print the packages of `pip install --report`, with
                                               their hashes
+    python deploy/hashes.py locked PIN [OLD…] print a package and all that it needs, with hashes;
+                                              OLD is needed before Python 3.11 only
+                                              (elastic_trainer/launch/ministack.txt)
 
 constraints.txt → here → hashes.txt → here → install.sh (`pip install --require-hashes`)
 
@@ -156,7 +159,8 @@ def licence(metadata: Mapping[str, Any]) -> str:
 # ---- renewing ----
 
 
-def offered(pins: list[str], python: str, processor: str) -> list[dict[str, Any]]:
+def offered(pins: list[str], python: str, processor: str,
+            *with_needs: str) -> list[dict[str, Any]]:
     """Return the wheels that pip would install of these; prints which have none."""
     tags = [
         *(f"manylinux_2_{minor}" for minor in range(28, 4, -1)), "manylinux2014", "manylinux2010",
@@ -166,7 +170,8 @@ def offered(pins: list[str], python: str, processor: str) -> list[dict[str, Any]
         done = subprocess.run(
             [
                 sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install",
-                "--dry-run", "--ignore-installed", "--no-deps", "--only-binary=:all:",
+                "--dry-run", "--ignore-installed", "--only-binary=:all:",
+                *(with_needs or ("--no-deps",)),
                 "--target=nowhere", "--implementation=cp", f"--python-version={python}",
                 *(f"--platform={tag}_{processor}"
                   for tag in tags), "--report=-", *(pin.replace("==", "===") for pin in pins)
@@ -216,6 +221,26 @@ def renew() -> None:
                                 for pin, name in sorted(licences.items())))
 
 
+def locked(pin: str, old: list[str]) -> list[str]:
+    """Return lines of requirements for a package and all that it needs, with hashes."""
+    found: dict[str, set[str]] = {}
+    markers = {}
+    for python in PYTHONS:
+        for processor in PROCESSORS:
+            # pip takes the markers of the Python that runs it, so `old` names what they leave out.
+            needed = offered([pin], python, processor, "--upgrade")
+            for item in [*needed, *(offered(old, python, processor) if old else [])]:
+                metadata = item["metadata"]
+                one = _pin(metadata["name"], metadata["version"])
+                found.setdefault(one, set()).add(
+                    item["download_info"]["archive_info"]["hashes"]["sha256"])
+                if item not in needed:
+                    markers[one] = ' ; python_version < "3.11"'
+    first = [pin] + sorted(found.keys() - {pin})
+    return [f"{one}{markers.get(one, '')} " + " ".join(
+        f"--hash=sha256:{digest}" for digest in sorted(found[one])) for one in first]
+
+
 def main() -> None:
     """Run one command."""
     command, *arguments = sys.argv[1:] or ["help"]
@@ -231,6 +256,8 @@ def main() -> None:
         plan = planned(json.loads(Path(file).read_text()))
         known = listed(HASHES.read_text())
         print(*requirements(plan, known, uses_index == ["index-hashes"]), sep="\n")
+    elif command == "locked":
+        print(*locked(arguments[0], arguments[1:]), sep="\n")
     else:
         raise SystemExit(__doc__)
 

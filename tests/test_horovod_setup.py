@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.setup import command, needs, recipe, required, target
+from elastic_trainer.setup import command, needs, recipe, required, target, trust
 from elastic_trainer.setup.build import (
     Commands,
     SetupFailed,
@@ -505,3 +505,50 @@ def test_a_wheel_that_cannot_be_loaded_does_not_stay_installed(
     assert done.returncode == 0 and "cannot be loaded, so it was removed again" in done.stdout, (
         done.stderr
     )
+
+
+# --- a kept wheel of somebody else ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["wheel", "folder", "wheels", "cache"])
+@pytest.mark.parametrize(("mode", "owner"), [(0o777, 0), (0o770, 0), (0o755, 65534)])
+def test_a_kept_wheel_that_another_user_could_have_written_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, mode: int, owner: int
+) -> None:
+    """Neither if a folder of it is another's: whoever can rename a folder can replace the wheel."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    here = target.here()
+    assert here is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "cache/elastic-trainer/wheels" / here.name
+    trust.make_folder(folder)
+    wheel = folder / f"horovod-{recipe.VERSION}-any.whl"
+    wheel.touch(mode=0o644)
+    assert list(needs.of_trust(folder)) == [] == command.lacks(here)
+    changed = {"wheel": wheel, "folder": folder, "wheels": folder.parent,
+               "cache": tmp_path / "cache"}[what]
+    os.chown(changed, owner, 4711)  # a group of others
+    changed.chmod(mode)
+    (said,) = command.lacks(here)
+    assert said.startswith(f"{changed} ") and "would run as you. Remove it" in said
+    with pytest.raises(SetupFailed, match="would run as you"):
+        monkeypatch.setattr(command, "is_done", lambda target: False)
+        monkeypatch.setattr(command, "install", lambda *_: pytest.fail("it was installed"))
+        command.set_up(here)
+
+
+def test_a_link_is_judged_where_it_leads_and_a_shared_folder_of_all_may_be_above(
+    tmp_path: Path,
+) -> None:
+    """/tmp is open to all, but its entries are not renamed by others (its sticky bit)."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    trust.make_folder(shared / "mine" / "cache")
+    assert trust.why_not_trusted(shared / "mine" / "cache") == ""
+    shared.chmod(0o777)
+    assert "can be written by other users" in trust.why_not_trusted(shared / "mine" / "cache")
+    (tmp_path / "link").symlink_to(shared / "mine")
+    assert "can be written by other users" in trust.why_not_trusted(tmp_path / "link")
+    assert trust.why_not_trusted(tmp_path) == ""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import os
+import re
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -198,3 +201,48 @@ def test_it_answers_while_other_clients_hold_connections() -> None:
     assert S3Store(STORE).get("object") == BODY
     for connection in held:
         connection.close()
+
+
+# --- how it is installed -------------------------------------------------------------------------
+
+def test_the_server_and_all_that_it_needs_are_installed_by_hash() -> None:
+    """Each line has one version and hashes; what is needed is listed for each Python."""
+    lines = local_s3.MINISTACK.read_text().splitlines()
+    assert lines[0].startswith("ministack==")
+    for line in lines:
+        assert re.fullmatch(r"[a-z0-9-]+==[\w.]+( ; python_version < \"3.11\")?"
+                            r"( --hash=sha256:[0-9a-f]{64})+", line), line
+    assert {"--require-hashes", "--no-deps", "--only-binary=:all:"} == {*local_s3.BY_HASH}
+
+
+def test_a_package_with_another_hash_is_not_installed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file of an index that somebody has changed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    changed = re.sub("sha256:[0-9a-f]{64}", f"sha256:{'0' * 64}",
+                     local_s3.MINISTACK.read_text().splitlines()[0]) + "\n"
+    with pytest.raises(ConfigError, match="could not be installed"):
+        local_s3.installed(changed, *local_s3.BY_HASH)
+    assert not list(tmp_path.glob("*/*/complete"))
+
+
+@pytest.mark.parametrize(("mode", "owner"), [(0o777, 0), (0o775, 0), (0o700, NOBODY)])
+@pytest.mark.parametrize("what", ["environment", "cache", "above"])
+def test_an_environment_that_another_user_could_have_written_is_not_used(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int, what: str) -> None:
+    """Neither if only its folder, or the one above, is another's."""
+    if os.geteuid() != 0:
+        pytest.skip("only root gives folders away")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "above"))
+    listed = local_s3.MINISTACK.read_text()
+    name = hashlib.sha256((listed + sys.version).encode()).hexdigest()[:8]
+    cache = tmp_path / "above" / "elastic-trainer"
+    home = cache / f"ministack-{name}"
+    (home / "bin").mkdir(parents=True)
+    (home / "complete").touch()
+    assert local_s3.installed(listed, *local_s3.BY_HASH) == str(home / "bin")
+    folder = {"environment": home, "cache": cache, "above": cache.parent}[what]
+    os.chown(folder, owner, 4711)  # a group of others
+    folder.chmod(mode)
+    with pytest.raises(ConfigError, match=re.escape(str(folder))):
+        local_s3.installed(listed, *local_s3.BY_HASH)

@@ -10,6 +10,8 @@ What always holds:
    line, not in a file.
 2. It listens on 127.0.0.1 alone, and gets nothing of the user's environment. Its files are the
    user's alone.
+3. It and all that it needs are installed as wheels, by the hashes of ministack.txt. An environment
+   that another user could have written is not used (setup/trust.py).
 """
 
 from __future__ import annotations
@@ -33,8 +35,11 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.modes import make_folder
 from elastic_trainer.host.parent import end_with_parent
+from elastic_trainer.setup import trust
 
-MINISTACK = "ministack==1.5.33"
+MINISTACK = Path(__file__).with_name("ministack.txt")
+"""Its version, those of all that it needs, and their hashes (deploy/hashes.py writes the file)."""
+BY_HASH = ("--no-deps", "--only-binary=:all:", "--require-hashes")
 BUCKET = "elastic-trainer"
 REGION = "us-east-1"
 OTHER_CREDENTIALS = ("AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN", "AWS_PROFILE",
@@ -70,7 +75,7 @@ def server(data: Path, bucket: str, key: str,
 
     Raises ConfigError.
     """
-    python = f"{installed()}/python"
+    python = f"{installed(MINISTACK.read_text(), *BY_HASH)}/python"
     make_folder(data)
     data.chmod(0o700)
     with socket.socket() as listener:
@@ -98,17 +103,22 @@ def server(data: Path, bucket: str, key: str,
             process.wait()
 
 
-def installed(requirement: str = MINISTACK) -> str:
+def installed(listed: str, *hashed: str) -> str:
     """Return the folder of a package's programs, in a virtual environment of its own.
 
-    The first call makes the environment.
+    The first call makes the environment. `listed` are its requirements; the first one is the
+    package.
 
     Raises ConfigError.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic-trainer"
+    requirement = listed.split()[0]
     name = re.split(r"[\[=]", requirement)[0]
-    home = cache / f"{name}-{hashlib.sha256((requirement + sys.version).encode()).hexdigest()[:8]}"
-    cache.mkdir(parents=True, exist_ok=True)
+    home = cache / f"{name}-{hashlib.sha256((listed + sys.version).encode()).hexdigest()[:8]}"
+    trust.make_folder(cache)
+    if why := trust.why_not_trusted(home if home.exists() else cache):
+        raise ConfigError(f"{why}, and what is installed there would run as you. Remove it or take "
+                          f"the permission away, or set XDG_CACHE_HOME to a folder of yours.")
     with open(f"{home}.lock", "ab") as lock:
         # Two runs that begin together would clear each other's folder. One call of the standard
         # library does it; the package filelock would be a dependency for this place alone.
@@ -116,8 +126,11 @@ def installed(requirement: str = MINISTACK) -> str:
         if not (home / "complete").exists():
             print(f"installing {requirement} (a server for this machine) into {home}", flush=True)
             try:
+                home.mkdir(mode=0o700, exist_ok=True)
                 venv.create(home, with_pip=True, clear=True)
-                subprocess.run([home / "bin" / "pip", "install", "--quiet", requirement],
+                (home / "listed.txt").write_text(listed)
+                subprocess.run([home / "bin" / "pip", "install", "--quiet", *hashed,
+                                "--requirement", home / "listed.txt"],
                                check=True, capture_output=True, text=True)
             except subprocess.CalledProcessError as error:
                 complaint = (error.stderr or error.output)[-300:]

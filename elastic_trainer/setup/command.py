@@ -9,6 +9,7 @@ What always holds:
 2. All that is missing on the machine is printed at once, before anything is done.
 3. One build for each torch, Python and platform: the wheel is kept under ~/.cache (XDG_CACHE_HOME).
 4. Two calls at once wait for each other.
+5. A kept wheel is installed only if nobody else can have written it (trust.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_trainer.setup import needs
+from elastic_trainer.setup import needs, trust
 from elastic_trainer.setup.build import Commands, SetupFailed, build, install, remove_remains
 from elastic_trainer.setup.recipe import VERSION
 from elastic_trainer.setup.sources import PatchRefused
@@ -79,7 +80,9 @@ def is_done(target: Target) -> bool:
 def lacks(target: Target | None) -> list[str]:
     """Return what is missing to build and install Horovod here."""
     missing = list(needs.of_environment())
-    is_kept = kept_wheel(wheels() / target.name) if target else is_wheel_kept_for_some_torch()
+    kept = wheels() / target.name if target else None
+    is_kept = kept_wheel(kept) if kept else is_wheel_kept_for_some_torch()
+    missing += needs.of_trust(kept)
     if not is_kept:
         missing += needs.of_build()
         missing += needs.of_folder(wheels(), "for the built Horovod",
@@ -98,7 +101,7 @@ def plan(target: Target) -> str:
 def set_up(target: Target) -> None:
     """Build if no wheel is kept, and install. Raises SetupFailed, PatchRefused."""
     kept = wheels() / target.name
-    kept.mkdir(parents=True, exist_ok=True)
+    trust.make_folder(kept)
     with locked(kept / "lock"):
         if is_done(target):  # by the call that this one waited for
             report(f"Horovod {VERSION} is installed in {sys.prefix}.")
@@ -114,6 +117,8 @@ def set_up(target: Target) -> None:
             build(target, kept, commands)
         wheel = kept_wheel(kept)
         assert wheel is not None
+        if why := trust.why_not_trusted(wheel):  # again: by now the lock is held
+            raise SetupFailed(needs.distrust(why))
         install(wheel, commands)
         done = "built" if is_built else "took the kept wheel of"
         place = f" in the place of Horovod {before.version}" if before else ""

@@ -13,6 +13,9 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from elastic_trainer.setup.target import kept_wheel
+from elastic_trainer.setup.trust import why_not_trusted
+
 SPACE_MIB = 1024
 """For the build, and for what is installed."""
 
@@ -40,6 +43,23 @@ def of_environment() -> Iterator[str]:
                f"Install it, e.g. {sys.executable} -m ensurepip.")
     yield from of_folder(Path(sysconfig.get_path("platlib")), "where Horovod is installed",
                          "Use a virtual environment of your own: python3 -m venv")
+
+
+def of_trust(kept: Path | None) -> Iterator[str]:
+    """Yield why a folder with a built Horovod, which may not exist yet, cannot be used."""
+    if kept is None:
+        return
+    found = kept_wheel(kept) or kept
+    while not found.exists():
+        found = found.parent
+    if why := why_not_trusted(found):
+        yield distrust(why)
+
+
+def distrust(why: str) -> str:
+    """Return the sentences for a cache that others can write."""
+    return (f"{why}, and what is kept there would run as you. Remove it or take the permission "
+            f"away, or set XDG_CACHE_HOME to a folder of yours.")
 
 
 def of_folder(folder: Path, use: str, remedy: str) -> Iterator[str]:
