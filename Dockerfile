@@ -60,7 +60,7 @@ COPY horovodrun_elastic.sh ./
 COPY elastic_trainer elastic_trainer
 COPY discovery discovery
 COPY state state
-COPY deploy/licences.txt deploy/sbom.py deploy/
+COPY deploy/licences.txt deploy/sbom.py deploy/vulnerabilities.json deploy/
 RUN .venv/bin/python -B deploy/sbom.py >sbom.cdx.json
 ENV PATH=/opt/elastic-trainer/.venv/bin:$PATH \
     PYTHONUNBUFFERED=1

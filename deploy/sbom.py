@@ -2,8 +2,10 @@
 """The packages of an image, as a CycloneDX 1.6 document (JSON) on stdout.
 
     python deploy/sbom.py >sbom.cdx.json       with the Python whose packages are meant
+    python deploy/sbom.py table                the known vulnerabilities as SECURITY.md has them
 
-dpkg, /usr/share/doc/*/copyright, Python's packages → here → sbom.cdx.json in the image (Dockerfile)
+dpkg, /usr/share/doc/*/copyright, Python's packages, vulnerabilities.json → here → sbom.cdx.json in
+the image (Dockerfile), SECURITY.md
 
 What always holds:
 1. Each installed package of Debian or Ubuntu and each Python package is one component, with its
@@ -11,6 +13,8 @@ What always holds:
 2. Software inside a package is not listed, and the document marks that (`compositions`): torch's
    wheel has MKL and OpenMP, Horovod's source has gloo. Files of the base image outside dpkg are
    listed only if they are Python.
+3. Each vulnerability of vulnerabilities.json whose package is installed has its analysis (VEX).
+   SECURITY.md has the same, which a test compares.
 
 Source: cyclonedx.org/docs/1.6/json; purl types deb and pypi: github.com/package-url/purl-spec.
 """
@@ -22,6 +26,7 @@ import json
 import platform
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,7 @@ from urllib.parse import quote
 from hashes import BUILT_FROM_SOURCE, licence
 
 OURS = "elastic-trainer"
+VULNERABILITIES = Path(__file__).with_name("vulnerabilities.json")
 FIELDS = ("${db:Status-Abbrev}", "${Package}", "${Version}", "${Architecture}")
 
 
@@ -62,7 +68,12 @@ def of_python() -> Iterator[dict[str, Any]]:
         one = component("library", name, found.version, purl, [terms] if text else [])
         if name in BUILT_FROM_SOURCE:
             one["pedigree"] = {
-                "notes": "Built from source with the patches in elastic_trainer/setup/patches."
+                "notes": "Built from source with the patches in elastic_trainer/setup/patches.",
+                "patches": [
+                    {"type": "unofficial",
+                     "diff": {"url": f"elastic_trainer/setup/patches/{known['patch']}"},
+                     "resolves": [{"type": "security", "id": known["id"]}]}
+                    for known in vulnerabilities() if known["package"] == name and "patch" in known]
             }
         yield one
 
@@ -91,6 +102,35 @@ def licences_of(file: Path) -> list[str]:
                                  re.M))) if text.startswith("Format:") else []
 
 
+def vulnerabilities() -> list[dict[str, str]]:
+    """Return the known vulnerabilities of what we ship."""
+    return list(json.loads(VULNERABILITIES.read_text())["found"])
+
+
+def analysed(components: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the vulnerabilities of components, each with its analysis."""
+    refs = {one["name"]: ref for ref, one in components.items() if ref.startswith("pkg:pypi/")}
+    for known in vulnerabilities():
+        if ref := refs.get(known["package"]):
+            state = {"state": known["state"], "detail": f"{known['what']} {known['why']}"}
+            why = {"justification": known["justification"]} if "justification" in known else {}
+            yield {"bom-ref": known["id"], "id": known["id"],
+                   "source": {"name": "NVD",
+                              "url": f"https://nvd.nist.gov/vuln/detail/{known['id']}"},
+                   "analysis": state | why, "affects": [{"ref": ref}]}
+
+
+def table() -> str:
+    """Return the known vulnerabilities as a table of SECURITY.md."""
+    lines = ["| Vulnerability | Package, versions | What | Reached | Why |",
+             "|---|---|---|---|---|"]
+    for known in vulnerabilities():
+        name = f"[{known['id']}](https://nvd.nist.gov/vuln/detail/{known['id']})"
+        lines.append(f"| {name} | {known['package']}, {known['affects']} | {known['what']} | "
+                     f"{known['reached']} | {known['why']} |")
+    return "\n".join(lines) + "\n"
+
+
 def document() -> dict[str, Any]:
     """Return the document."""
     system = platform.freedesktop_os_release()
@@ -110,8 +150,9 @@ def document() -> dict[str, Any]:
             "version": system["VERSION_ID"]
         }, *sorted(found.values(), key=lambda one: str(one["bom-ref"]))],
         "compositions": [{"aggregate": "incomplete", "assemblies": [ours]}],
+        "vulnerabilities": list(analysed(found)),
     }
 
 
 if __name__ == "__main__":
-    print(json.dumps(document(), indent=1))
+    print(table() if sys.argv[1:] == ["table"] else json.dumps(document(), indent=1), end="")

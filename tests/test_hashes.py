@@ -313,3 +313,58 @@ def test_the_readme_names_every_object_of_the_bucket_that_machines_read_or_write
     objects |= {f"boot/<coordinator>/{one}" for one in re.findall(r"\$boot/([\w.]+)", scripts)}
     assert {"code.tar.gz", "wheels", "boot/<coordinator>/release.tar.zst"} <= objects
     assert {one for one in objects if f"`NAME/{one}" not in table} == set()
+
+
+# --- known vulnerabilities ------------------------------------------------------------------------
+
+KNOWN = sbom.vulnerabilities()
+STATES = {"resolved", "resolved_with_pedigree", "exploitable", "in_triage", "false_positive",
+          "not_affected"}
+JUSTIFICATIONS = {"code_not_present", "code_not_reachable", "requires_configuration",
+                  "requires_dependency", "requires_environment", "protected_by_compiler",
+                  "protected_at_runtime", "protected_at_perimeter",
+                  "protected_by_mitigating_control"}
+
+
+def test_the_page_about_security_and_the_analysis_in_an_image_have_one_source() -> None:
+    """SECURITY.md has the table as it is printed, with its date, and names no other
+    vulnerability."""
+    page = (ROOT / "SECURITY.md").read_text()
+    assert sbom.table() in page
+    assert json.loads(sbom.VULNERABILITIES.read_text())["checked"] in page
+    assert {*re.findall(r"CVE-\d+-\d+", page)} == {known["id"] for known in KNOWN}
+    found = {sbom.of_pypi(known["package"], "1"): {"name": known["package"]} for known in KNOWN}
+    analysed = list(sbom.analysed(found))
+    assert [one["id"] for one in analysed] == [known["id"] for known in KNOWN]
+    for one in analysed:
+        assert one["analysis"]["detail"] in page.replace(" | no | ", " ")
+        assert [ref["ref"] for ref in one["affects"]][0] in found
+
+
+@pytest.mark.parametrize("known", KNOWN, ids=lambda known: known["id"])
+def test_a_vulnerability_says_whether_it_is_reached_and_why(known: dict[str, str]) -> None:
+    """In CycloneDX's words. A version that has it is not pinned, a patch that resolves it is there
+    and names it."""
+    assert re.fullmatch(r"CVE-20\d\d-\d{4,7}", known["id"])
+    assert known["state"] in STATES and known["reached"] in ("no", "yes")
+    assert (known["reached"] == "yes") == (known["state"] == "exploitable")
+    assert (known["state"] == "not_affected") == ("justification" in known)
+    assert known.get("justification", "code_not_present") in JUSTIFICATIONS
+    versions = {pin.partition("==")[2] for pin in all_pins()
+                if pin.partition("==")[0] == known["package"]}
+    assert versions
+    if known.get("justification") == "code_not_present":
+        numbers = [tuple(map(int, re.findall(r"\d+", version)[:3])) for version in versions]
+        assert min(numbers) >= tuple(map(int, known["fixed"].split(".")))
+    if known["state"] == "resolved_with_pedigree":
+        assert known["id"] in (recipe.PATCHES / known["patch"]).read_text()
+
+
+def test_an_image_lists_the_vulnerabilities_of_what_it_holds() -> None:
+    """With the patches that resolve them."""
+    found = {one["bom-ref"]: one for one in sbom.of_python()}
+    ids = [one["id"] for one in sbom.analysed(found)]
+    assert {"CVE-2024-10190", "CVE-2026-31234", "CVE-2026-24747"} <= {*ids}
+    (horovod,) = (one for one in found.values() if one["name"] == "horovod")
+    resolved = {it["id"] for patch in horovod["pedigree"]["patches"] for it in patch["resolves"]}
+    assert resolved == {"CVE-2024-10190", "CVE-2026-31234"}

@@ -30,7 +30,7 @@ NAME_BYTES = 4608
 WHO = ("ELASTIC_TRAINER_WORKER", "ELASTIC_TRAINER_ATTEMPT", "ELASTIC_TRAINER_RUN_DIR")
 """The only variables of the place that are written there: every process of the same user can read
 them, and they appear in logs."""
-OF_THE_PLACE = ("HOROVOD_", "ELASTIC_TRAINER_")
+OF_THE_PLACE = ("HOROVOD_", "_HOROVOD_", "ELASTIC_TRAINER_")
 REASON_BYTES = 2000
 
 
