@@ -342,7 +342,7 @@ def test_the_page_about_security_and_the_analysis_in_an_image_have_one_source() 
 
 
 @pytest.mark.parametrize("known", KNOWN, ids=lambda known: known["id"])
-def test_a_vulnerability_says_whether_it_is_reached_and_why(known: dict[str, str]) -> None:
+def test_a_vulnerability_is_reached_or_not_and_has_a_reason(known: dict[str, str]) -> None:
     """In CycloneDX's words. A version that has it is not pinned, a patch that resolves it is there
     and names it."""
     assert re.fullmatch(r"CVE-20\d\d-\d{4,7}", known["id"])

@@ -117,7 +117,7 @@ def pickled(path: Path) -> bytes:
     ("GET", "/global/rank_0"), ("DELETE", "/global/0"), ("HEAD", "/hosts.sh"), ("GET", "/"),
     ("POST", "/worker_addresses/localhost:0")])
 @pytest.mark.parametrize("token", ["", "wrong", "0" * 64])
-def test_nobody_without_the_key_is_answered(run: Run, method: str, path: str, token: str,
+def test_a_client_without_the_key_is_not_answered(run: Run, method: str, path: str, token: str,
                                             tmp_path: Path) -> None:
     """Neither a pickle, which was executed, nor a question, which could take a worker's place."""
     body = base64.b64encode(pickled(tmp_path / "executed"))

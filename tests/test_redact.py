@@ -54,7 +54,7 @@ HARMLESS = (
 
 
 @pytest.mark.parametrize("text", NAMED)
-def test_a_secret_is_replaced_when_its_name_tells(text: str) -> None:
+def test_a_secret_is_replaced_when_its_name_shows_it(text: str) -> None:
     """Whatever the form: one argument or two, a variable, a URL, JSON, a header."""
     shown = redacted(f"python train.py {text} --epochs 3")
     assert SECRET not in shown and "***" in shown
@@ -63,7 +63,7 @@ def test_a_secret_is_replaced_when_its_name_tells(text: str) -> None:
 
 
 @pytest.mark.parametrize("secret", FORMED)
-def test_a_secret_is_replaced_when_only_its_form_tells(secret: str) -> None:
+def test_a_secret_is_replaced_when_only_its_form_shows_it(secret: str) -> None:
     """Under a harmless name, in a sentence, and in the middle of a line."""
     for text in (f"--model {secret}", f"it said {secret}, and ended", f"name={secret}"):
         shown = redacted(text)
@@ -91,7 +91,7 @@ def test_the_two_words_of_an_option_are_one_secret() -> None:
     assert shown[7:11] == ['{"api_key": "***", "lr": 1}', "--token", "--lr", "1"]
 
 
-def test_a_structure_has_no_secret_below_a_name_that_tells() -> None:
+def test_a_structure_has_no_secret_below_the_name_of_one() -> None:
     """Nested, in lists, as numbers; what has another name keeps its value and its type."""
     given = {"hub": {"token": SECRET, "n_tokens": 5}, "passwords": {"db": SECRET, "port": 4711},
              "api_keys": [SECRET, SECRET], "password": 1234, "is_secret": False,
