@@ -67,6 +67,8 @@ class LiveState:
         """Ticks begun: one more than `ticks` while a phase is in flight, and after it broke."""
         self.has_state = False
         """True once this worker holds the run's values."""
+        self.received = -1
+        """The ticks at which it received them from workers that train, or its former process."""
         self.is_applying = False
         """True while parameters may be half changed: then its values are worth nothing."""
         self.lineage = 0

@@ -49,6 +49,17 @@ class Counting(Shrinking):
         return 1 - 0.01 * self.n
 
 
+CALLS = [0]
+
+
+class Hidden(Shrinking):
+    """Keeps its number where nobody can find it: in its module."""
+
+    def factor(self) -> float:
+        CALLS[0] += 1
+        return 1 - 0.001 * CALLS[0]
+
+
 class FirstLater(Shrinking):
     """Has an attribute that is made in the fifth step."""
 

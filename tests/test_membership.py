@@ -192,6 +192,29 @@ def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
     assert f.world() == ["a", "b", "d", "c"] and f.membership.verdict is None
 
 
+def test_a_worker_counts_as_gone_when_it_has_reported_that_its_bits_differ() -> None:
+    """It counts as gone from its message on, once, whatever its process does then, and the second
+    difference keeps its host out."""
+    f, out = fleet(), list[float]()
+    f.run()
+    for step in (1, 2):
+        f.now = max(f.now, f.membership.roster.hosts["c"].not_before) + 60
+        f.run(20)
+        f.steps = dict.fromkeys(f.membership.roster.members, step)
+        victim, f.acted = f.worker_on("c"), []
+        for _ in range(2):  # a heartbeat that follows repeats it
+            f.report(victim, "training", differs=True)
+        f.silent.add(victim)
+        out.append(f.membership.roster.hosts["c"].not_before - f.now)
+        f.run(4)
+        assert f.world() == ["a", "b", "d"]
+        assert [a for a in f.acted
+                if isinstance(a, Stop)] == [Stop(victim, "differed", at_once=True)]
+        assert f.membership.exited(victim, -9, f.now) == "differed"
+        assert f.membership.roster.hosts["c"].differences == step
+    assert [round(seconds) for seconds in out] == [1, 600]
+
+
 def test_a_run_goes_on_when_a_machine_fails_before_the_others_report_training() -> None:
     """Their last heartbeat is from before their first step: it does not mean that the state is
     gone."""

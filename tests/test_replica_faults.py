@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cluster import Cluster
 from faults import Plan
+
+from elastic_trainer.observe.verify import verify
 
 Twin = Callable[..., str]
 SLOW = ("--steps", "80", "--step-s", "0.2", "--checkpoint-every", "10")
@@ -21,7 +24,8 @@ def host(rank: int) -> str:
 @pytest.mark.parametrize(
     ("do", "rank", "tensor", "point", "found", "style"),
     [
-        ("flip_weight", 2, "0.weight", "step.computed", 12, ()),
+        # Nobody waits for the end of its interpreter.
+        ("flip_weight", 2, "0.weight", "step.computed", 12, ("--ends-slowly",)),
         ("flip_moment", 0, "0.weight/exp_avg", "step.prepared",
          13, ("--iterator",)),  # the checksums of step 12 are taken already
     ])
@@ -35,14 +39,18 @@ def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(
         cluster.wait_for_world(3)
         cluster.wait_for_world(4, after=2)
         assert cluster.finish() == 0
+        style = () if style == ("--ends-slowly",) else style  # no part of the arithmetic
         cluster.assert_nothing_lost(twin_of(*SLOW, *style), victims=1)
         [differs] = cluster.events("worker.replica_differs")
         [out] = cluster.events("driver.host_kept_out")
         [gone] = cluster.lost()
+        [evicted] = cluster.events("driver.worker_evicted")
     assert (differs["host"], differs["odd_rank"], differs["step"]) == (host(rank), rank, found)
     assert differs["tensors"] == [
         tensor
     ] and differs["since_step"] == found - 1 and differs["majority"] == 3
+    assert (evicted["worker"], evicted["reason"]) == (differs["odd_worker"], "differed")
+    assert evicted["silent_s"] < 2
     assert gone["reason"] == "differed" and gone["worker"] == differs["odd_worker"]
     assert (out["host"], out["differences"]) == (host(rank), 1)
 
@@ -88,3 +96,38 @@ def test_a_newcomer_receives_nothing_that_the_givers_do_not_agree_on(tmp_path: P
         cluster.assert_nothing_lost(twin_of(*SLOW), victims=1)
         [differs] = cluster.events("worker.replica_differs")
     assert (differs["host"], differs["majority"]) == (host(1), 2)
+
+
+@pytest.mark.parametrize("optimizer", ["LookaheadOfLists"])
+def test_the_only_worker_with_the_right_state_is_believed_when_all_others_are_killed(
+        tmp_path: Path, twin_of: Twin, optimizer: str) -> None:
+    """The newcomers receive all that the optimizer keeps, so no bit is another."""
+    job = (*SLOW, "--optimizer", optimizer)
+    with Cluster(tmp_path, job=job, min_workers=1) as cluster:
+        cluster.wait_for_step(11)
+        cluster.signal_workers(cluster.all_hosts[1:], signal.SIGKILL)
+        cluster.wait_for_world(4, after=1)
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin_of(*job), victims=3)
+        assert not cluster.events("worker.replica_differs")
+
+
+def test_the_run_ends_with_an_error_when_newcomers_lack_a_value_that_no_state_has(
+        tmp_path: Path) -> None:
+    """They agree with each other and are more than half, but they are no witnesses against the
+    worker that has not received its state. Its state is the newest checkpoint, and nothing is
+    proved."""
+    with Cluster(tmp_path, job=(*SLOW, "--optimizer", "Hidden"), min_workers=1) as cluster:
+        cluster.wait_for_step(11)
+        cluster.signal_workers(cluster.all_hosts[1:], signal.SIGKILL)
+        assert cluster.wait() not in (0, None)
+        [lost] = cluster.events("worker.state_lost")
+        assert not cluster.events("worker.replica_differs")
+        assert not cluster.events("run.finished")
+        assert len(lost["holders"]) == 1 and lost["checkpoint_step"] == lost["step"]
+        newest = cluster.events("state.checkpoint_published")[-1]
+        assert newest["step"] == lost["step"] > lost["received_step"] >= 11
+        output = (tmp_path / "output.log").read_text()
+        assert "a value that is not in the state" in output
+        assert any("lacks a part of the training" in one
+                   for one in verify(cluster.run_dir).violations)

@@ -20,6 +20,7 @@ from elastic_trainer.world.replicas import (
     are_same,
     checksum,
     judge,
+    received_of,
     summands,
 )
 
@@ -165,3 +166,47 @@ def test_the_odd_ones_are_those_whom_more_than_half_contradict(held: str, majori
     """If no more than half hold the same bits, there is no majority."""
     found = judge([[("w", ord(one)), ("v", 1)] for one in held])
     assert (found.majority, found.odd, found.tensors) == (majority, odd, ("w",))
+
+
+@pytest.mark.parametrize(("held", "received", "before", "majority", "holders"), [
+    # Nobody has received anything lately, or all have (from a checkpoint).
+    ("aab", (-1, -1, -1), 0, (0, 1), ()),
+    ("ab", (-1, -1), 0, (), ()),
+    ("aabb", (5, 5, 5, 5), 0, (), ()),
+    # A witness that has held its state as long as the one that differs, or longer.
+    ("aab", (-1, -1, 5), 0, (0, 1), ()),
+    ("abb", (-1, -1, 5), 0, (1, 2), ()),
+    ("aaba", (-1, 3, 5, 7), 0, (0, 1, 3), ()),
+    ("aaab", (-1, -1, -1, 5), 0, (0, 1, 2), ()),
+    # Only receivers speak against the one that is right.
+    ("abb", (-1, 5, 5), 0, (1, 2), (0,)),
+    ("bab", (5, -1, 7), 0, (0, 2), (1,)),
+    ("abb", (3, 5, 5), 0, (1, 2), (0,)),
+    ("aabbb", (-1, -1, 5, 5, 6), 0, (2, 3, 4), (0, 1)),
+    ("abbb", (-1, 5, 5, 5), 0, (1, 2, 3), (0,)),
+    # No majority: those that have not received are one, and the receivers differ.
+    ("ab", (-1, 5), 0, (), (0,)),
+    ("ab", (9, 5), 0, (), (1,)),
+    ("aabb", (-1, -1, 5, 5), 0, (), (0, 1)),
+    ("aabc", (-1, -1, 5, 5), 0, (), (0, 1)),
+    ("abc", (-1, 5, 6), 0, (), (0,)),
+    # The eldest differ from each other: a machine's fault, and nobody knows whose.
+    ("abc", (-1, -1, 5), 0, (), ()),
+    ("abcd", (-1, -1, 5, 5), 0, (), ()),
+    # Two receivers with the same wrong bits, at once or one after the other.
+    ("aaabb", (-1, -1, -1, 5, 5), 0, (0, 1, 2), (0, 1, 2)),
+    ("aaabc", (-1, -1, -1, 5, 5), 0, (0, 1, 2), ()),
+    ("aaab", (-1, -1, -1, 9), 1, (0, 1, 2), (0, 1, 2)),
+    ("aaba", (-1, -1, -1, 9), 1, (0, 1, 3), ()),
+])
+def test_a_receiver_is_no_witness_against_one_that_has_held_its_state_for_longer(
+        held: str, received: tuple[int, ...], before: int, majority: Any, holders: Any) -> None:
+    """If only receivers speak against a worker, a part of the state was lost on its way."""
+    found = judge([[("w", ord(one))] for one in held], received, before)
+    assert (found.majority, found.holders) == (majority, holders)
+
+
+def test_a_receiver_is_a_witness_when_it_was_the_same_for_long() -> None:
+    """All votes of these steps have compared it."""
+    found = {received: received_of(received, 300) for received in (-1, 0, 44, 45, 300)}
+    assert found == {-1: -1, 0: -1, 44: -1, 45: 45, 300: 300}

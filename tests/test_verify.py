@@ -812,6 +812,16 @@ def test_nothing_is_proved_when_nothing_is_logged(tmp_path: Path) -> None:
         assert not verify(write(tmp_path, events)).is_proved
 
 
+def test_nothing_is_proved_when_a_part_of_the_state_was_lost_in_a_transfer(tmp_path: Path) -> None:
+    """The samples count once, but the weights are not those of the training."""
+    events = eventful()
+    lost = dict(events[step_line(events, 8)], event="worker.state_lost", step=8, since_step=5,
+                received_step=5, receivers=[1, 2], holders=[0], tensors=["w"], checkpoint_step=8)
+    events.insert(step_line(events, 8) + 1, lost)
+    verdict = verify(write(tmp_path, events))
+    assert not verdict.is_proved and "lacks a part of the training" in verdict.violations[0]
+
+
 def test_notes_a_torn_last_line_when_its_writer_was_killed(tmp_path: Path) -> None:
     """The last line of a run that did not finish may be torn."""
     events = eventful()

@@ -55,6 +55,12 @@ class Blame:
             if not self.roster.is_let_go(worker):
                 self._compare(worker.host, fault)
 
+    def differed(self, worker: Worker, now: float) -> None:
+        """Take a worker's report that its replica differs. Its process may end much later."""
+        if not worker.has_differed:
+            worker.has_differed = True
+            self.roster.hosts[worker.host].differ(now)
+
     def _compare(self, host: str, fault: MachineFault) -> None:
         """Note a machine's fault, and find the same one on another host (rule 2)."""
         is_only_host = len(self.roster.listed) < 2

@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
-from elastic_trainer.launch.actions import Differ
-from elastic_trainer.launch.roster import Host
+from elastic_trainer.launch.actions import Differ, Stop
+from elastic_trainer.launch.roster import Roster
 from elastic_trainer.observe.events import Events
 from elastic_trainer.world.arithmetic import advice
 
@@ -43,8 +43,14 @@ class Differences:
                   f"on {found.other_host} ({facts or 'no name differs'}), and gets no place. "
                   f"{meaning}", file=sys.stderr)
 
-    def report_host(self, name: str, host: Host) -> None:
+    def report_stop(self, stop: Stop, roster: Roster) -> None:
+        """Log that a host is kept out if its worker is ended because it has reported other bits."""
+        if stop.reason == "differed":
+            self.report_host(roster.workers[stop.worker].host, roster)
+
+    def report_host(self, name: str, roster: Roster) -> None:
         """Log that a host is kept out, because a replica on it held other bits."""
+        host = roster.hosts[name]
         kept_out_s = round(host.not_before - time.monotonic(), 1)
         self._events.emit("driver.host_kept_out", host=name,
                           differences=host.differences, kept_out_s=kept_out_s,

@@ -248,9 +248,8 @@ class MendedDriver:
                              pid=process.worker_pid, exit_code=code, reason=reason,
                              **{name: fact for name, fact in known.items() if fact})
             del self.processes[process.name]
-            if reason == "differed":
-                host = self.membership.roster.hosts[process.host]
-                self.differences.report_host(process.host, host)
+            if reason == "differed" and not self.membership.workers[process.name].has_differed:
+                self.differences.report_host(process.host, self.membership.roster)
             if reason == "boot_failed" and not self.membership.blame.user_error:
                 print(BOOT_FAILED.format(code=code, host=process.host), file=sys.stderr)
             self._turn()
@@ -306,6 +305,7 @@ class MendedDriver:
         silent_s = round(now - self.membership.workers[stop.worker].heard_at, 2)
         self.events.emit("driver.worker_evicted" if stop.at_once else "driver.worker_dismissed",
                          worker=stop.worker, reason=stop.reason, silent_s=silent_s)
+        self.differences.report_stop(stop, self.membership.roster)
         self.processes[stop.worker].stop(stop.at_once, self.membership.limits.stop_grace_s)
 
     def _form(self, form: Form) -> None:

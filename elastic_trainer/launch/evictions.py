@@ -48,7 +48,8 @@ def silence_s(limits: Limits, workers: int) -> float:
 
 def strike(roster: Roster, worker: Worker, reason: str, now: float) -> Stop:
     """Count a worker as gone, and return the order to kill it."""
-    roster.hosts[worker.host].fail(now)
+    if reason != "differed":  # that was counted when the worker reported it
+        roster.hosts[worker.host].fail(now)
     worker.phase, worker.ended_by = Phase.GONE, reason
     return Stop(worker.name, reason, at_once=True)
 
@@ -61,8 +62,8 @@ def evict(roster: Roster, limits: Limits, now: float, *, is_finished: bool) -> l
     for worker in roster.alive():
         is_ending = worker.phase is Phase.FINISHED or worker.dismissed or is_finished
         reason = ""
-        if worker.has_failed_machine:
-            reason = "machine_failed"
+        if worker.has_failed_machine or worker.has_differed:
+            reason = "machine_failed" if worker.has_failed_machine else "differed"
         elif worker.phase is Phase.BOOTING:
             reason = "boot_timeout" if now - worker.started_at > limits.boot_s else ""
         elif is_ending:  # an interpreter that ends sends no heartbeats

@@ -105,6 +105,8 @@ class Membership:
         # Else the worker has not received the place that it was given.
         if heartbeat.machine:
             self.blame.machine_failed(worker, heartbeat.machine)
+        if heartbeat.differs:
+            self.blame.differed(worker, now)
         return True
 
     def _take_state(self, worker: Worker, heartbeat: Heartbeat, now: float) -> None:

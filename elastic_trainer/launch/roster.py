@@ -80,6 +80,8 @@ class Worker:
     """What its loop did at its newest heartbeat; None: it was in no step."""
     has_failed_machine: bool = False
     """The worker has reported that its machine failed, so it leaves as a dead one does."""
+    has_differed: bool = False
+    """The worker has reported that it holds other bits than most of its world."""
     ended_by: str = ""
     """The reason for which the driver has ended the worker, if it has."""
     arithmetic: Arithmetic | None = None

@@ -354,6 +354,15 @@ _WORLD = (
         "host {host}: worker {odd_worker} holds other bits than {majority:#worker} in step {step}",
         remedy="Test the memory of the host."),
     EventKind(
+        "worker.state_lost", ERROR,
+        "Workers that received the state hold other bits than those that did not, so a part of the "
+        "training is not in the state. The run ends.",
+        (*_STEP, *reads(holders=LIST, receivers=LIST, received_step=WHOLE_OR_MINUS_ONE),
+         *has(since_step=WHOLE_OR_MINUS_ONE, tensors=LIST, checkpoint_step=WHOLE_OR_MINUS_ONE)),
+        "a part of the state was lost in the transfer after step {received_step}: {tensors} differ "
+        "in step {step}",
+        remedy="Keep the value in the optimizer's state, in a buffer, or in an object of state=."),
+    EventKind(
         "worker.replicas_drift", WARNING,
         "Replicas hold different bits, because their arithmetic differs.",
         has(step=STEP, meaning=TEXT), "{meaning}"),

@@ -81,6 +81,11 @@ class Judge:
         if self.lineage.enter_attempt_of(event):
             self.lineage.form(event["generation"])
 
+    def state_lost(self, event: Event) -> None:
+        self._violate(f"after step {event['received_step']} rank {event['receivers']} received a "
+                      f"state that lacks a part of the training: in step {event['step']} it holds "
+                      f"other bits than rank {event['holders']}.")
+
     def job_described(self, event: Event) -> None:
         if not self.lineage.enter_attempt_of(event):
             return
@@ -272,5 +277,6 @@ _READERS: dict[str, Callable[[Judge, Event], None]] = {
     "worker.step_redone": Judge.step_redone,
     "worker.step_committed": Judge.step_committed,
     "state.checkpoint_published": Judge.checkpoint_published,
+    "worker.state_lost": Judge.state_lost,
     "run.finished": Judge.run_finished,
 }

@@ -155,7 +155,7 @@ _HEARTBEAT = checked((
     *reads(worker=NAME, count=WHOLE, phase=_PHASE, generation=WHOLE),
     *may_read(pid=PID, time=NUMBER, accepted=WHOLE, holds_state=FLAG, drains=FLAG, step=WHOLE,
               error=TEXT, left=TEXT, unreachable=NAMES, door=PORT, meets_at_once=FLAG, saves=FLAG,
-              published=WHOLE_OR_MINUS_ONE,
+              published=WHOLE_OR_MINUS_ONE, differs=FLAG,
               at=Kind("what a worker's loop does", _is_at), hold_s=SECONDS, seen=NAME,
               arithmetic=Kind("the facts of a worker's arithmetic", _is_arithmetic),
               machine=Kind("the facts of a machine's fault", _is_machine_fault))))

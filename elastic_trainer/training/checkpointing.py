@@ -364,6 +364,17 @@ class Checkpointing:
             time.sleep(pause_s)
             pause_s = min(LONGEST_PAUSE_S, LONGER * pause_s)
 
+    def write_alone(self) -> int:
+        """Publish the state of this worker, which no other one has; return the newest step that is
+        published then. Between two phases of a step there is no checkpoint."""
+        if self.checkpoints is None or self.state.phase:
+            return self.newest_step()
+        for _ in range(LAST_TRIES):
+            self.checkpoints.write_alone(self.state)
+            if self.newest_step() >= self.state.committed:
+                break
+        return self.newest_step()
+
     def write_while_waiting(self) -> None:
         """Go on with a checkpoint that this worker makes alone, while it waits for a place.
 

@@ -2,6 +2,8 @@
 
 exception → here → the vote, the driver, the exit code
 
+A worker whose replica differs leaves at once, too.
+
 The user's own exception ends the run on all ranks, with its traceback, and is never retried. After
 a fault of the machine only this worker leaves: the others do its part of the step again.
 """
@@ -13,7 +15,7 @@ import sys
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from elastic_trainer.config import EXIT_MACHINE, EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.config import EXIT_DIFFERS, EXIT_MACHINE, EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.machine_fault import machine_fault
 from elastic_trainer.wire.heartbeat import MachineFault
@@ -64,6 +66,20 @@ def leave_as_dead(
     events.flush()
     driver.fail_machine(MachineFault(step=step, shard=shard, kind=kind, text=text))
     os._exit(EXIT_MACHINE)
+
+
+def leave_as_odd(error: Exception, driver: Driver, events: Events) -> NoReturn:
+    """End this process, which holds other bits than most of its world, at once.
+
+    The driver learns it by a message: the others stand still until this worker is gone, and an
+    interpreter may end slowly. No code of the user's runs any more: it would save wrong weights.
+    """
+    with suppress(OSError):
+        print(f"elastic-trainer: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    events.flush()
+    driver.differ()  # it kills this process
+    os._exit(EXIT_DIFFERS)
 
 
 def end_as_user_error() -> None:

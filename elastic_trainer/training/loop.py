@@ -268,7 +268,7 @@ class Loop:
         self.account.begin(self.world.rank, self.flat.gradients.sparse)
         step = self.checkpointing.restore(self.world)  # the store
         self.account.require_length(step)
-        self.state.has_state = step is not None or self.world.rank == 0
+        self.state.has_state, self.state.received = step is not None or self.world.rank == 0, -1
         self.going_back.restored_step = step or 0
         self.behind.go_back()
         if step:

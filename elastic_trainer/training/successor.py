@@ -42,6 +42,7 @@ class Successor:
             return False
         state, facts = self.state, values["facts"]
         state.load(values["state"])
+        state.received = state.ticks  # as a newcomer: what is not in the state was lost
         state.begun, state.prepared = values["begun"], values["prepared"]
         state.take_up(values["buffers_before"],
                       values.get("evaluating_before", state.modes.evaluating()))

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.config import EXIT_DIFFERS, EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.host import stacks
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.loggers.rows import Rows
@@ -40,7 +40,12 @@ from elastic_trainer.training.account import is_finished, is_in_store
 from elastic_trainer.training.averages import NOT_AVERAGED, SHOWN
 from elastic_trainer.training.configured import in_use
 from elastic_trainer.training.evaluation import Examination, examine
-from elastic_trainer.training.failures import UserExited, end_as_user_error, leave_as_dead
+from elastic_trainer.training.failures import (
+    UserExited,
+    end_as_user_error,
+    leave_as_dead,
+    leave_as_odd,
+)
 from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
@@ -190,6 +195,8 @@ class Worker:
     def fail(self, error: BaseException) -> None:
         """End this worker: by SystemExit, as a dead one, or by the user's exception, which the
         caller raises."""
+        if isinstance(error, ReplicaDiffers):
+            leave_as_odd(error, self.driver, self.events)
         leave_if_sent(error, self.events)
         self.report(error)
         if self.launch.driver:
@@ -377,14 +384,11 @@ def require_main_thread(driver: Driver) -> None:
 
 
 def leave_if_sent(error: BaseException, events: Events) -> None:
-    """Leave by SystemExit if an error says that this worker is not wanted, holds other bits, or
-    that the attempt is over. Any other error is the user's: return."""
+    """Leave by SystemExit if an error says that this worker is not wanted, or that the attempt is
+    over. Any other error is the user's: return."""
     if isinstance(error, Dismissed):
         events.emit("worker.left")
         sys.exit(EXIT_LEFT)
-    if isinstance(error, ReplicaDiffers):
-        print(f"elastic-trainer: {error}", file=sys.stderr)
-        sys.exit(EXIT_DIFFERS)
     if isinstance(error, RunOver):
         events.emit("worker.stopped", verdict=error.verdict, detail=error.detail)
         print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)

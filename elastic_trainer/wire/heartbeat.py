@@ -108,6 +108,8 @@ class Heartbeat:
     left: str = ""
     """Why the user's code stops the run, without an error."""
     machine: MachineFault | None = None
+    differs: bool = False
+    """It holds other bits than most of its world, and leaves."""
     at: At | None = None
     """What its loop does; None: it is in no step."""
     pid: int = 0

@@ -54,6 +54,9 @@ class Alone:
     def fail_machine(self, fault: MachineFault) -> None:
         """Do nothing: there is no driver."""
 
+    def differ(self) -> None:
+        """Do nothing: there is no driver."""
+
     def report_last_step(self, step: int) -> None:
         """Do nothing: there is no driver."""
 

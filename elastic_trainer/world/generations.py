@@ -327,7 +327,7 @@ class Generations:
         if self.world.size > 1 and is_owed(standings):
             self.hooks.attend()
         if len(found := givers(standings)) < self.world.size:
-            self._transfer.move(state, found)
+            self._transfer.move(state, found, is_late=source == "memory")
         self.pauses.enter(survivors)
         return source, paused_s + time.monotonic() - began
 

@@ -231,6 +231,10 @@ class OurDriver:
         """Report that this machine has failed, and that this worker leaves."""
         self._report(machine=replace(fault, text=fault.text[-MAX_ERROR_CHARACTERS:]))
 
+    def differ(self) -> None:
+        """Report that this worker holds other bits, and leaves."""
+        self._report(differs=True)
+
     def report_last_step(self, step: int) -> None:
         """Report the last step before this worker leaves an attempt that is over: the next
         heartbeat may come too late."""

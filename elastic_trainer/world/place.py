@@ -120,6 +120,9 @@ class Driver(Protocol):
     def fail_machine(self, fault: MachineFault) -> None:
         """Report that this machine has failed, and that this worker leaves."""
 
+    def differ(self) -> None:
+        """Report that this worker holds other bits than most of its world, and leaves now."""
+
     def report_last_step(self, step: int) -> None:
         """Report the last step before this worker leaves an attempt that is over."""
 

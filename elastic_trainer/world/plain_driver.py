@@ -189,6 +189,9 @@ class PlainDriver:
     def fail_machine(self, fault: MachineFault) -> None:
         """Do nothing: Horovod's driver takes every exit for a host's failure."""
 
+    def differ(self) -> None:
+        """Do nothing: the exit code, which follows at once, informs Horovod's driver."""
+
     def report_last_step(self, step: int) -> None:
         """Do nothing: Horovod's driver does not count steps."""
 

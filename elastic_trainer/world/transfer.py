@@ -62,8 +62,9 @@ class Transfer:
         self._differ = differ
         """All members call it if the givers hold different bits. It may end the generation."""
 
-    def move(self, state: LiveState, givers: list[int]) -> None:
-        """Give all members the state. All members call it.
+    def move(self, state: LiveState, givers: list[int], *, is_late: bool = True) -> None:
+        """Give all members the state. All members call it. `is_late`: the givers have trained
+        before, so what they hold beside the state is not received.
 
         Network: the state's bytes once for each newcomer. Raises RuntimeError, on all members, if
         the state does not fit what a worker has built.
@@ -86,6 +87,7 @@ class Transfer:
             fill_range(room, low, piece)
         if is_taker:
             state.load(unpack(room))
+            state.received = state.ticks if is_late and state.ticks else -1
             self._events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,
                               duration_s=round(time.monotonic() - started, 4))
         self._events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)

@@ -43,6 +43,9 @@ parser.add_argument("--part-bytes", type=int, default=1 << 20)
 parser.add_argument("--reduce")
 parser.add_argument("--odd-host",
                     help="the worker on this host computes other bits, as another processor does")
+parser.add_argument("--optimizer", help="one of optimizers.KEPT, or Hidden")
+parser.add_argument("--ends-slowly", action="store_true",
+                    help="the interpreter takes a minute to end, unless the test says hurry")
 parser.add_argument("--iterator",
                     action="store_true",
                     help="train in a loop of the user's, and not by train()")
@@ -132,6 +135,16 @@ model = torch.nn.Sequential(torch.nn.Linear(20, 256), torch.nn.BatchNorm1d(256),
                             torch.nn.Dropout(0.1), torch.nn.Linear(256, 256), torch.nn.ReLU(),
                             torch.nn.Linear(256, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+if options.optimizer:
+    from optimizers import KEPT, Hidden
+
+    optimizer = (KEPT | {"Hidden": lambda net: Hidden(net.parameters())})[options.optimizer](model)
+if options.ends_slowly:
+    import atexit
+
+    from faults import linger
+
+    atexit.register(linger, Path(os.environ["ELASTIC_TEST_FOLDER"]), 60.0)
 if injector:
     weight = model[0].weight
     injector.tensors = {
