@@ -76,9 +76,8 @@ class LiveState:
         self.loss = float("nan")
         self.samples = 0
         self.last_vote: tuple[int, ...] = (0, 0, 0, 0)
-        """Of the last finished step, as the vote has summed it over all workers: samples, their
-        digest, the run's clock in milliseconds (rank 0's), how many workers asked to finish the
-        run."""
+        """Of the last finished step, as the vote has summed it: samples, their digest, rank 0's
+        clock of the run in milliseconds, how many workers asked to finish the run."""
         self.clocks_ms = (0, 0)
         """The run's clock at the end of the last two steps."""
         self.findings = Findings()
@@ -94,8 +93,7 @@ class LiveState:
 
     @property
     def ticks(self) -> int:
-        """Phases that are finished: what a worker's progress is counted in. With one phase:
-        steps."""
+        """Phases that are finished, which count a worker's progress; steps if there is one."""
         return self.committed * self.phases + self.phase
 
     @property

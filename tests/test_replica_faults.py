@@ -50,7 +50,6 @@ def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(
         tensor
     ] and differs["since_step"] == found - 1 and differs["majority"] == 3
     assert (evicted["worker"], evicted["reason"]) == (differs["odd_worker"], "differed")
-    assert evicted["silent_s"] < 2
     assert gone["reason"] == "differed" and gone["worker"] == differs["odd_worker"]
     assert (out["host"], out["differences"]) == (host(rank), 1)
 
