@@ -8,12 +8,8 @@ import os
 import pickle
 import random
 import re
-import signal
-import subprocess
-import sys
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +24,7 @@ from test_trainer import Model, in_a_breaking_world, trainer_of
 from elastic_trainer import ConfigError, ImageFolder, Loader, ParquetFiles, TarShards
 from elastic_trainer.__main__ import main
 from elastic_trainer.data import files as files_module
-from elastic_trainer.data.cache import Cache
+from elastic_trainer.data.cache import CLAIMS, INNER, LOCK, MARKER
 from elastic_trainer.data.files import DataUnavailable, Files, Range
 from elastic_trainer.data.index import Index, store
 
@@ -316,92 +312,13 @@ def test_a_folder_without_images_of_a_class_is_refused(pictures: Path) -> None:
 # --- the cache ------------------------------------------------------------------------------------
 
 def bytes_in(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.iterdir()
-               if path.name not in ("lock", "claims"))
+    return sum(path.stat().st_size for path in blocks_in(folder))
 
 
-def test_the_cache_keeps_within_its_bound_what_was_used_last(tmp_path: Path) -> None:
-    cache, block = Cache(tmp_path, 10_000), bytes(range(250)) * 4
-    for number in range(40):
-        cache.put(str(number), block)
-        assert bytes_in(tmp_path) <= 10_000
-        assert cache.get("0", 1000, 0, 1000) == block  # used all the time
-    assert cache.get("39", 1000, 10, 20) == block[10:20] and cache.get("1", 1000, 0, 1) is None
-    cache.put("large", bytes(10_000))
-    assert cache.get("large", 10_000, 0, 1) is None
-
-
-def test_a_damaged_block_of_the_cache_counts_as_absent(tmp_path: Path) -> None:
-    cache, block = Cache(tmp_path, 1 << 20), random.Random(0).randbytes(50_000)
-    damages: list[Callable[[bytes], bytes]] = [
-        lambda data: data[:-1], lambda data: b"", lambda data: data[:30_000] + b"?" + data[30_001:],
-        lambda data: data[:17] + bytes([data[17] ^ 1]) + data[18:]]
-    for damage in damages:
-        cache.put("a", block)
-        path = tmp_path / "a"
-        path.write_bytes(damage(path.read_bytes()))
-        assert cache.get("a", 50_000, 0, 50_000) is None and not path.exists()
-
-
-def fill(folder: Path, seed: int) -> None:
-    cache, chance = Cache(folder, 100_000), random.Random(seed)
-    for _ in range(400):
-        number = chance.randrange(60)
-        block = bytes([number]) * (1000 + 50 * number)
-        found = cache.get(str(number), len(block), 0, len(block))
-        assert found in (None, block)
-        if not found:
-            cache.put(str(number), block)
-
-
-def test_processes_share_a_cache(tmp_path: Path) -> None:
-    """No block is wrong, and together they keep to the bound."""
-    context = multiprocessing.get_context("fork")
-    fillers = [context.Process(target=fill, args=(tmp_path, seed)) for seed in range(3)]
-    for filler in fillers:
-        filler.start()
-    while any(filler.is_alive() for filler in fillers):
-        with suppress(FileNotFoundError):  # evicted while it was counted
-            assert bytes_in(tmp_path) <= 100_000 + 3 * 5_000
-    assert [filler.exitcode for filler in fillers] == [0, 0, 0]
-
-
-KILLED = """
-import itertools, os, sys
-from elastic_trainer.data.cache import Cache
-cache = Cache(sys.argv[1], 2_000_000)
-for number in itertools.count():
-    cache.put(str(number % 7), bytes([number % 7]) * 400_000)
-    cache.drop(str((number + 3) % 7))
-    if number == 20:
-        print("filled", flush=True)
-"""
-
-
-def test_a_process_that_is_killed_leaves_whole_blocks(tmp_path: Path) -> None:
-    """What it was writing is removed by the next eviction."""
-    for _ in range(4):
-        filler = subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE)
-        assert filler.stdout and filler.stdout.readline() == b"filled\n"
-        filler.send_signal(signal.SIGKILL)
-        filler.wait()
-        filler.stdout.close()
-    (tmp_path / f"{filler.pid}-0.tmp").write_bytes(bytes(300_000))
-    cache = Cache(tmp_path, 2_000_000)
-    for number in range(7):
-        assert cache.get(str(number), 400_000, 0, 400_000) in (None, bytes([number]) * 400_000)
-    for number in range(7, 14):
-        cache.put(str(number), bytes(400_000))
-    assert not list(tmp_path.glob("*.tmp")) and bytes_in(tmp_path) <= 2_000_000
-
-
-def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = Cache(tmp_path / "cache", 1000)
-    (tmp_path / "cache").rmdir()
-    with pytest.warns(UserWarning, match="takes no block"):
-        cache.put("a", b"1")
-    cache.put("b", b"1")  # once
-    assert cache.get("a", 1, 0, 1) is None
+def blocks_in(folder: Path) -> list[Path]:
+    """Return the blocks of a cache, and those that are being written."""
+    return [path for path in (folder / INNER).iterdir()
+            if path.name not in (LOCK, CLAIMS, MARKER)]
 
 
 # --- S3 -------------------------------------------------------------------------------------------
@@ -466,9 +383,8 @@ def test_each_block_is_read_once_when_the_cache_holds_the_dataset(
     size = sum(source.size for source in dataset.index.sources)
     assert len(seen) == dataset.blocks.requests <= size // 8192 + ARCHIVES
     # Damage on the disk costs one request.
-    for path in (tmp_path / "c").iterdir():
-        if path.name not in ("lock", "claims"):
-            path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    for path in blocks_in(tmp_path / "c"):
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     assert_right([dataset[30]], [30])
     assert 1 <= len(reads(proxy)) - len(seen) <= 2
 

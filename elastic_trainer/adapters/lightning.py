@@ -22,14 +22,10 @@ Source: lightning 2.6, pytorch/trainer/trainer.py (_run).
 
 from __future__ import annotations
 
-import fcntl
 import os
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +48,7 @@ from elastic_trainer.adapters.lightning_metrics import ModuleMetrics
 from elastic_trainer.adapters.lightning_rates import configured, rates_of
 from elastic_trainer.adapters.lightning_trainer import StandIn
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.alone import alone_on_host
 from elastic_trainer.loggers.row import Logger
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.job import Result
@@ -177,7 +174,8 @@ def _set_up(seen: StandIn, lightning: Lightning, callbacks: Any, accelerator: st
     kinds = {type(one) for one in own}
     asked = sorted_out([one for one in given if type(one) not in kinds] + own, lightning)
     seen.callbacks = asked.called
-    with _alone_on_host():
+    # Workers of a host download into one folder.
+    with alone_on_host("prepare-data", "runs prepare_data()"):
         if data is not None:
             data.prepare_data()
         module.prepare_data()
@@ -201,16 +199,6 @@ def _move(module: Any, accelerator: str) -> None:
     if has_gpu and accelerator != "cpu":
         torch.cuda.set_device(local_rank())
         module.to(torch.device("cuda", local_rank()))
-
-
-@contextmanager
-def _alone_on_host() -> Iterator[None]:
-    """Let the workers of a host run this block one after the other. prepare_data downloads into
-    one folder."""
-    place = Path(tempfile.gettempdir(), f"elastic-trainer-prepare-data-{os.getuid()}.lock")
-    with open(place, "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _flow(seen: StandIn, lightning: Lightning, sources: Sources) -> Flow:

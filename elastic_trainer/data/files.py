@@ -17,15 +17,14 @@ Source: fsspec.asyn.reset_lock, for forked processes; s3fs.S3FileSystem.retries.
 
 from __future__ import annotations
 
-import glob
 import itertools
 import os
 import random
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from tenacity import (
     RetryCallState,
@@ -36,6 +35,9 @@ from tenacity import (
 )
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.patterns import Tree, choices_of, folder_of_disk, named
+
+Answer = TypeVar("Answer")
 
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
 FIRST_WAIT_S, MOST_WAIT_S = 0.1, 10.0
@@ -44,7 +46,6 @@ CONNECTIONS = 16
 """The number of ranges that a process reads at the same time."""
 TIMEOUTS = {"connect_timeout": 5, "read_timeout": 30}
 REMOTE = re.compile(r"^([a-z][a-z0-9+.-]+)://")
-BRACES = re.compile(r"\{([^{}]*)\}")
 INHERITED: list[dict[str, Any]] = []
 """The filesystems of the process that this one was forked from. They stay as they are: s3fs closes
 one that is no longer used, over an event loop that does not run here."""
@@ -171,63 +172,86 @@ class Files:
         for url in urls:
             if url not in found:
                 if os.path.isdir(url):
-                    raise ConfigError(f"{url} is a folder. Name the files in it, e.g. {url}/*.tar.")
+                    raise ConfigError(f"{url} is a folder. Name the files in it, e.g. "
+                                      f"{url.rstrip('/')}/*.tar.")
                 raise ConfigError(f"{url} is not there. Correct the list of files of the dataset.")
         return [found[url] for url in urls]
 
     def listing(self, folder: str, *, is_deep: bool = False) -> list[Source]:
         """Return the files in a folder of a store, or below it. Raises DataUnavailable,
         ConfigError."""
-        def entries() -> list[dict[str, Any]]:
-            filesystem = self.filesystem(is_remote(folder))
+        protocol = is_remote(folder)
+        return [Source(f"{protocol}://{entry['name']}", int(entry["size"]),
+                       str(entry.get("ETag") or "").strip('"'))
+                for entry in self._entries(folder, is_deep) if entry["type"] == "file"]
+
+    def _entries(self, folder: str, is_deep: bool = False) -> list[dict[str, Any]]:
+        """Return what fsspec says of the files and folders in a folder of a store."""
+        def entries(filesystem: Any) -> list[dict[str, Any]]:
+            return list(filesystem.find(folder, detail=True).values() if is_deep else
+                        filesystem.ls(folder, detail=True))
+
+        return self._asked(folder, entries, [])
+
+    def _asked(self, url: str, question: Callable[[Any], Answer], absent: Answer) -> Answer:
+        """Ask a store, again where a retry may help; `absent`: there is no such thing. Raises
+        DataUnavailable, ConfigError."""
+        def asked() -> Answer:
+            filesystem = self.filesystem(is_remote(url))
             try:
                 filesystem.invalidate_cache()
-                return list(filesystem.find(folder, detail=True).values() if is_deep else
-                            filesystem.ls(folder, detail=True))
+                return question(filesystem)
             except FileNotFoundError:
-                return []
+                return absent
             except ConfigError:
                 raise
             except Exception as error:
-                raise _Passing from _passing(Range(folder, 0, 0), error)
+                raise _Passing from _passing(Range(url, 0, 0), error)
 
         try:
-            found = Retrying(retry=retry_if_exception_type(_Passing), reraise=True,
-                             stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_S),
-                             wait=self._wait_s)(entries)
+            return Retrying(retry=retry_if_exception_type(_Passing), reraise=True,
+                            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_S),
+                            wait=self._wait_s)(asked)
         except _Passing as error:
             raise DataUnavailable(
-                f"{folder} could not be listed in {ATTEMPTS} attempts: {error.__cause__!r}. Check "
+                f"{url} could not be listed in {ATTEMPTS} attempts: {error.__cause__!r}. Check "
                 f"that this host reaches the store (AWS_ENDPOINT_URL_S3), then start again."
             ) from error.__cause__
-        return [Source(f"{is_remote(folder)}://{entry['name']}", int(entry["size"]),
-                       str(entry.get("ETag") or "").strip('"'))
-                for entry in found if entry["type"] == "file"]
 
     def expand(self, urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
-        """Return the files that patterns name: `{000..099}`, `{a,b}`, `*`, `?`. Raises
-        ConfigError."""
+        """Return the files that patterns name (patterns.py). Raises ConfigError."""
         given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-        found: list[str] = []
-        for text in itertools.chain.from_iterable(braces(os.fspath(url)) for url in given):
-            if not is_remote(text):
-                text = os.path.abspath(text.removeprefix("file://"))
-            found += self._globbed(text) if re.search(r"[*?\[]", text) else [text]
+        found = [file for url in given for file in self._expanded(os.fspath(url))]
         if not found:
             raise ConfigError(f"{given!r} names no file. Correct the URL or the pattern.")
-        twice = {url for url in found if found.count(url) > 1} if len(found) < 10_000 else set()
-        if twice:
-            raise ConfigError(f"{sorted(twice)[0]} is named twice, so its samples would be read "
-                              f"twice. Name each file once.")
+        seen: dict[str, str] = {}
+        for url in found:
+            real = url if is_remote(url) else os.path.realpath(url)
+            if real in seen:
+                link = "" if seen[real] == url else f" ({seen[real]} is the same file)"
+                raise ConfigError(f"{url} is named twice{link}, so its samples would be read "
+                                  f"twice. Name each file once.")
+            seen[real] = url
         return found
 
-    def _globbed(self, pattern: str) -> list[str]:
-        protocol = is_remote(pattern)
-        found = (glob.glob(pattern) if not protocol else
-                 [f"{protocol}://{name}" for name in self.filesystem(protocol).glob(pattern)])
+    def _expanded(self, text: str) -> list[str]:
+        """Return the files that one text names. Raises ConfigError."""
+        if text.startswith("{") and not os.path.lexists(text):  # of paths, or of buckets
+            return [file for one in choices_of(text) or [] for file in self._expanded(one)]
+        protocol = is_remote(text)
+        if protocol:
+            tree = Tree(lambda folder: _names(self._entries(folder)),
+                        lambda url: self._asked(url, lambda store: bool(store.exists(url)), False),
+                        lambda folder: [one.url for one in self.listing(folder, is_deep=True)])
+            found = named(tree, f"{protocol}:/", text[len(protocol) + 3:])
+        else:
+            path = text.removeprefix("file://")
+            is_folder = path.endswith("/") and path != "/"
+            path = os.path.abspath(path) + "/" * is_folder
+            found = named(Tree(folder_of_disk, os.path.lexists), "", path[1:])
         if not found:
-            raise ConfigError(f"{pattern} names no file. Correct the URL or the pattern.")
-        return sorted(found)
+            raise ConfigError(f"{text} names no file. Correct the URL or the pattern.")
+        return found
 
 
 def is_remote(url: str) -> str:
@@ -236,20 +260,13 @@ def is_remote(url: str) -> str:
     return found[1] if found and found[1] != "file" else ""
 
 
-def braces(text: str) -> list[str]:
-    """Return what `{000..099}` and `{a,b}` in a text stand for."""
-    found = BRACES.search(text)
-    if not found:
-        return [text]
-    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", found[1])
-    if numbers:
-        first, last = numbers.groups()
-        width = len(first) if len(first) == len(last) or first.startswith("0") else 0
-        choices = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
-    else:
-        choices = found[1].split(",")
-    return [whole for choice in choices
-            for whole in braces(text[:found.start()] + choice + text[found.end():])]
+def _names(entries: list[dict[str, Any]]) -> dict[str, bool]:
+    """Return the names of what is in a folder of a store: True for folders."""
+    found: dict[str, bool] = {}
+    for entry in entries:
+        name = entry["name"].rstrip("/").rpartition("/")[2]
+        found[name] = found.get(name, True) and entry["type"] == "directory"
+    return found
 
 
 def _read_local(one: Range) -> bytes:

@@ -23,9 +23,9 @@ from typing import Any
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.blocks import BLOCK_BYTES, Blocks, make_cache
-from elastic_trainer.data.decoders import pil_image, require_pillow
+from elastic_trainer.data.decoders import pil_image, raise_located, require_pillow
 from elastic_trainer.data.files import Files, Source, is_remote
-from elastic_trainer.data.index import Index, load, place_of, require_unchanged, store
+from elastic_trainer.data.index import Index, Kind, load, place_of, require_unchanged, store
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
@@ -105,22 +105,30 @@ class ImageFolder:
     def _opened(self, number: int) -> Any:
         path = self.samples[number][0]
         if self.loader:
-            return self.loader(path)
+            try:
+                return self.loader(path)
+            except Exception as error:
+                raise_located(error, f"sample {number}, {path}", is_ours=False)
         with open(path, "rb") as file:
             return self._image(number, file.read())
 
     def _image(self, number: int, data: bytes) -> Any:
         try:
             return pil_image(data)
+        except MemoryError:
+            raise
         except Exception as error:
             raise ValueError(f"{self.samples[number][0]} is no image that Pillow reads: {error}. "
                              f"Replace the file, or leave it out with is_valid_file.") from error
 
     def _finished(self, number: int, image: Any) -> tuple[Any, Any]:
         target: Any = self.samples[number][1]
-        if self.transform:
-            image = self.transform(image)
-        return image, self.target_transform(target) if self.target_transform else target
+        try:
+            if self.transform:
+                image = self.transform(image)
+            return image, self.target_transform(target) if self.target_transform else target
+        except Exception as error:
+            raise_located(error, f"sample {number}, {self.samples[number][0]}", is_ours=False)
 
 
 def _is_image(path: str) -> bool:
@@ -156,10 +164,10 @@ def index_images(files: Files, root: str, where: Any, *, anew: bool = False) -> 
         raise ConfigError(f"{root} has no files. Correct the root of ImageFolder.")
     place = place_of("images", [f"{root}/x"], where)
     index = Index("images", f"{root}/", listed)
-    known = None if anew else load(files, place, index.folder)
+    known = None if anew else load(files, place, index.folder, IMAGES)
     if known is None:
         store(files, place, index, replace=anew)
-        known = load(files, place, index.folder) or index
+        known = load(files, place, index.folder, IMAGES) or index
     now = {one.url for one in listed}
     if odd := sorted({one.url for one in known.sources} ^ now):
         was = "added" if odd[0] in now else "removed"
@@ -167,3 +175,11 @@ def index_images(files: Files, root: str, where: Any, *, anew: bool = False) -> 
                           f"of the samples would differ. Undo it, or build the index again "
                           f"(elastic-trainer index --rebuild {root}/) and start a new run.")
     return require_unchanged(known, place, listed)
+
+
+def _flaw(index: Index) -> str:
+    """Return what is wrong with the content of an index; "": nothing."""
+    return "it has facts" if index.facts else ""
+
+
+IMAGES = Kind("images", {}, _flaw)

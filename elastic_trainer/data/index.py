@@ -6,7 +6,9 @@ What always holds:
 1. An index names its files with size and tag (ETag). Files that differ from their index are an
    error, never another numbering of the samples.
 2. It is written once (put-if-absent). A process that loses the race reads the winner's.
-3. It ends with the SHA-256 of all that precedes it. It has numbers and texts, and no pickle.
+3. It ends with the SHA-256 of all that precedes it. It has numbers and texts, and no pickle. A sum
+   proves no author: types, shapes and ranges of what it says are checked too, and it names files
+   inside of the folder of the dataset alone.
 4. The names of the files are relative to their folder. Data that is copied with its index keeps
    it.
 
@@ -16,14 +18,13 @@ Format: MAGIC, length of the header (8 bytes, little-endian), header (JSON), arr
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ from typing import Any
 import numpy
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.alone import alone_on_host
 from elastic_trainer.data.files import DataUnavailable, Files, Range, Source, is_remote
 
-MAGIC = b"elastic-trainer index 1\n"
+MAGIC = b"elastic-trainer index 2\n"
 FOLDER = ".elastic-trainer"
 """The folder beside the data that has its indexes."""
 LARGE_BYTES = 1 << 30
@@ -77,22 +79,100 @@ class Index:
         return body + hashlib.sha256(body).digest()
 
 
-def unpacked(data: bytes, where: str, folder: str) -> Index:
+@dataclass(frozen=True)
+class Kind:
+    """What the index of one kind of dataset has."""
+
+    name: str
+    arrays: Mapping[str, str]
+    """The type of each array."""
+    flaw: Callable[[Index], str]
+    """Return what is wrong with an index of this kind, whose arrays have these types; "":
+    nothing."""
+
+
+class AboutData(UserWarning):
+    """What was found in the data when its index was built."""
+
+
+class Flawed(Exception):
+    """The content of an index is not that of an index."""
+
+
+def unpacked(data: bytes, where: str, folder: str, kind: Kind) -> Index:
     """Return a stored index of files in a folder. Raises ConfigError for one that is damaged."""
     body, digest = data[:-32], data[-32:]
-    if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
-        raise ConfigError(f"the index {where} is damaged or is of another version. Build it again: "
-                          f"elastic-trainer index --rebuild URL…")
+    try:
+        if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
+            raise Flawed("its sum or its version is another one")
+        return _checked(body, folder, kind)
+    except Flawed as error:
+        raise ConfigError(f"the index {where} is damaged or is of another version ({error}). Build "
+                          f"it again: elastic-trainer index --rebuild URL…") from error
+
+
+def _checked(body: bytes, folder: str, kind: Kind) -> Index:
+    """Return the index that these bytes are. Raises Flawed."""
     at = len(MAGIC) + 8
-    header = json.loads(body[at:at + int.from_bytes(body[len(MAGIC):at], "little")])
-    at += int.from_bytes(body[len(MAGIC):at], "little")
-    arrays = {}
-    for name, kind, count in header["arrays"]:
-        arrays[name] = numpy.frombuffer(body, kind, count, at)
-        at += arrays[name].nbytes + -arrays[name].nbytes % 8
-    return Index(header["kind"], folder,
-                 [Source(folder + name, size, tag) for name, size, tag in header["sources"]],
-                 header["facts"], arrays)
+    length = int.from_bytes(body[len(MAGIC):at], "little")
+    try:
+        header = json.loads(body[at:at + length])
+    except (ValueError, RecursionError) as error:
+        raise Flawed(f"its header is no JSON: {error}") from error
+    if not (isinstance(header, dict) and header.keys() == {"kind", "facts", "sources", "arrays"}
+            and header["kind"] == kind.name and isinstance(header["facts"], dict)):
+        raise Flawed(f"its header is not that of a {kind.name} index")
+    sources = [_source(one, folder) for one in _listed(header["sources"], 3)]
+    if not sources or len({source.url for source in sources}) != len(sources):
+        raise Flawed("it names no file, or one twice")
+    at, arrays = at + length, dict[str, numpy.ndarray]()
+    for name, dtype, count in _listed(header["arrays"], 3):
+        if (not isinstance(name, str) or name in arrays or name not in kind.arrays
+                or dtype != kind.arrays[name]):
+            raise Flawed(f"it has an array {name!r} of the type {dtype!r}")
+        size = numpy.dtype(dtype).itemsize
+        if type(count) is not int or not 0 <= count <= (len(body) - at) // size:
+            raise Flawed(f"its array {name} has {count!r} entries")
+        arrays[name] = numpy.frombuffer(body, dtype, count, at)
+        at += count * size + -(count * size) % 8
+    if arrays.keys() != kind.arrays.keys() or at != len(body):
+        raise Flawed("its arrays are not those of its kind")
+    index = Index(kind.name, folder, sources, header["facts"], arrays)
+    if flaw := kind.flaw(index):
+        raise Flawed(flaw)
+    return index
+
+
+def _listed(value: Any, length: int) -> list[list[Any]]:
+    """Return a list of lists of a length. Raises Flawed."""
+    if not isinstance(value, list) or not all(
+            isinstance(one, list) and len(one) == length for one in value):
+        raise Flawed("its header has other lists")
+    return value
+
+
+def _source(entry: list[Any], folder: str) -> Source:
+    """Return a file of an index: it lies in the folder of the dataset. Raises Flawed."""
+    name, size, tag = entry
+    if not isinstance(name, str) or not isinstance(tag, str) or type(size) is not int:
+        raise Flawed("it describes a file by other types")
+    if not 0 <= size < 1 << 63:
+        raise Flawed(f"it says that {name!r} has {size} bytes")
+    if not name or "\0" in name or name.startswith("/") or {".", ".."} & set(name.split("/")):
+        raise Flawed(f"it names the file {name!r}, which is not in the folder of the dataset")
+    return Source(folder + name, size, tag)
+
+
+def is_list_of_texts(value: Any) -> bool:
+    """Return whether a value of a header is a list of texts."""
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def tell(index: Index) -> Index:
+    """Warn of what an index says about its data, once, when it is built."""
+    for sentence in index.facts.get("told", []):
+        warnings.warn(sentence, AboutData, stacklevel=2)
+    return index
 
 
 def common_folder(urls: Sequence[str]) -> str:
@@ -101,22 +181,30 @@ def common_folder(urls: Sequence[str]) -> str:
     return common[:common.rindex("/") + 1]
 
 
-def place_of(kind: str, urls: Sequence[str], where: str | os.PathLike[str] | None) -> str:
-    """Return the URL of the index of files: in a folder, or beside the files."""
+def place_of(kind: str, urls: Sequence[str], where: str | os.PathLike[str] | None,
+             how: str = "") -> str:
+    """Return the URL of the index of files: in a folder, or beside the files. `how` they are read,
+    if they can be read in more than one way."""
     folder = common_folder(urls)
-    names = "\n".join([kind, *(url[len(folder):] for url in urls)])
+    names = "\n".join([MAGIC.decode(), kind, how, *(url[len(folder):] for url in urls)])
     name = f"{kind}-{hashlib.sha256(names.encode()).hexdigest()[:16]}.index"
     return f"{os.fspath(where or folder + FOLDER).rstrip('/')}/{name}"
 
 
-def load(files: Files, place: str, folder: str) -> Index | None:
+def load(files: Files, place: str, folder: str, kind: Kind) -> Index | None:
     """Return a stored index of the files in a folder; None: there is none. Raises ConfigError."""
     data = _stored(files, place)
-    return None if data is None else unpacked(data, place, folder)
+    return None if data is None else unpacked(data, place, folder, kind)
 
 
 def require_unchanged(index: Index, place: str, sources: Sequence[Source]) -> Index:
     """Return an index if its files are those that are there now. Raises ConfigError."""
+    names, wanted = ([source.url for source in some] for some in (index.sources, sources))
+    if names != wanted:
+        odd = next((name for name in names if name not in set(wanted)), "others in another order")
+        raise ConfigError(f"the index {place} is not that of these {len(wanted)} files: it has "
+                          f"{len(names)}, e.g. {odd}. Build it again: elastic-trainer index "
+                          f"--rebuild URL…")
     for known, now in zip(index.sources, sources, strict=True):
         changed = (f"has {now.size} bytes and its index says {known.size}"
                    if now.size != known.size else
@@ -130,17 +218,18 @@ def require_unchanged(index: Index, place: str, sources: Sequence[Source]) -> In
     return index
 
 
-def build_or_load(files: Files, place: str, sources: Sequence[Source], build: Build) -> Index:
+def build_or_load(files: Files, place: str, sources: Sequence[Source], kind: Kind, build: Build
+                  ) -> Index:
     """Return the stored index, or build and store it: one process of each host does it."""
     folder = common_folder([source.url for source in sources])
-    found = load(files, place, folder)
+    found = load(files, place, folder, kind)
     if not found:
-        with _one_process(place):
-            found = load(files, place, folder) or _built(files, place, sources, build)
+        with alone_on_host(f"index-{place}", f"builds the index {place}"):
+            found = load(files, place, folder, kind) or _built(files, place, sources, kind, build)
     return require_unchanged(found, place, sources)
 
 
-def _built(files: Files, place: str, sources: Sequence[Source], build: Build) -> Index:
+def _built(files: Files, place: str, sources: Sequence[Source], kind: Kind, build: Build) -> Index:
     size = sum(source.size for source in sources)
     if size > LARGE_BYTES:
         warnings.warn(f"{len(sources)} files with {size / 2**30:.1f} GiB have no index, and "
@@ -149,10 +238,10 @@ def _built(files: Files, place: str, sources: Sequence[Source], build: Build) ->
     index = build(list(sources))
     store(files, place, index)
     # Another host may have stored it first. All have to use the same.
-    return load(files, place, index.folder) or index
+    return load(files, place, index.folder, kind) or index
 
 
-def rebuild(files: Files, place: str, sources: Sequence[Source], build: Build) -> Index:
+def rebuild(files: Files, place: str, sources: Sequence[Source], kind: Kind, build: Build) -> Index:
     """Build an index and store it in place of another one."""
     index = build(list(sources))
     store(files, place, index, replace=True)
@@ -216,6 +305,10 @@ def _stored(files: Files, place: str) -> bytes | None:
             return Path(place).read_bytes()
         except FileNotFoundError:
             return None
+        except OSError as error:
+            raise ConfigError(f"the index {place} cannot be read: {error.strerror}. Allow it, or "
+                              f"name another folder: index=\"s3://bucket/folder\" or --index."
+                              ) from error
     folder = place.rpartition("/")[0]
     size = {source.url: source.size for source in files.listing(folder)}.get(place)
     if size is None:
@@ -223,19 +316,6 @@ def _stored(files: Files, place: str) -> bytes | None:
     step = 8 << 20
     return b"".join(files.read([Range(place, start, min(start + step, size))
                                 for start in range(0, size, step)]))
-
-
-@contextmanager
-def _one_process(place: str) -> Iterator[None]:
-    """Let one process of this host build an index, and the others wait."""
-    name = hashlib.sha256(place.encode()).hexdigest()[:16]
-    path = Path(tempfile.gettempdir()) / f"elastic-trainer-index-{os.getuid()}-{name}.lock"
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 class Scanned:

@@ -5,12 +5,14 @@ datasets, weights → here → the samples of all (a dataset), and their order (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.batches import MOST_NAMED, add_note
 from elastic_trainer.order import BLOCK, SHUFFLED, Mixed, Order, block_shares, named, scaled
 
 
@@ -72,11 +74,22 @@ class Mixture:
         if not 0 <= number < len(self):
             raise IndexError(f"sample {number} of a Mixture of {len(self)}")
         part, place = self._place(number)
-        return self._parts[part][place]
+        with self._naming(part, [place]):
+            return self._parts[part][place]
 
     def _place(self, number: int) -> tuple[int, int]:
         part = int(np.searchsorted(self._ends, number, side="right"))
         return part, number - (int(self._ends[part - 1]) if part else 0)
+
+    @contextmanager
+    def _naming(self, part: int, places: list[int]) -> Iterator[None]:
+        """Name the dataset in an error of its samples."""
+        try:
+            yield
+        except Exception as error:
+            add_note(error, f"elastic-trainer read {', '.join(map(str, places[:MOST_NAMED]))} of "
+                            f"the dataset {list(self.datasets)[part]!r} of a Mixture.")
+            raise
 
     def _many(self, numbers: list[int]) -> list[Any]:
         """Read samples with one call of each dataset that reads many at once."""
@@ -86,7 +99,8 @@ class Mixture:
             mine = [at for at, (owner, _) in enumerate(places) if owner == part]
             wanted = [places[at][1] for at in mine]
             many = getattr(dataset, "__getitems__", None)
-            read = many(wanted) if many and wanted else [dataset[one] for one in wanted]
+            with self._naming(part, wanted):
+                read = many(wanted) if many and wanted else [dataset[one] for one in wanted]
             for at, sample in zip(mine, read, strict=True):
                 found[at] = sample
         return found

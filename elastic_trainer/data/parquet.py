@@ -10,8 +10,8 @@ What always holds:
 2. Only the wanted columns are read.
 3. The footer of each file has a CRC32 in the index, which is verified when a process opens the
    file.
-
-Source: the Parquet format (a footer, its length in 4 bytes, "PAR1" at the end of the file).
+4. All files have the same columns of the same types. A column whose type Python cannot hold is
+   refused by name when the dataset is made, if it is wanted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -31,21 +30,16 @@ import numpy
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.blocks import BLOCK_BYTES, Blocks, make_cache
-from elastic_trainer.data.decoders import image_tensor, pil_image, require_pillow
-from elastic_trainer.data.files import Files, Range, Source
-from elastic_trainer.data.index import (
-    Index,
-    build_or_load,
-    changed_meanwhile,
-    common_folder,
-    place_of,
-    rebuild,
+from elastic_trainer.data.decoders import image_tensor, pil_image, raise_located, require_pillow
+from elastic_trainer.data.files import DataUnavailable, Files, Range, Source
+from elastic_trainer.data.index import Index, changed_meanwhile
+from elastic_trainer.data.parquet_index import (
+    index_parquet,
+    metadata_of,
+    parquet,
+    refused_column,
 )
 
-MAGIC = b"PAR1"
-TAIL_BYTES = 64 << 10
-"""What is read of the end of a file at first: most footers are in it."""
-SCANS = 16
 MOST_FOOTERS = 64
 """The number of parsed footers that a process keeps."""
 
@@ -72,12 +66,16 @@ class ParquetFiles:
         parquet()
         files = Files(storage_options)
         self.index = index_parquet(files, urls, index)
-        known: list[str] = self.index.facts["columns"]
+        described = {one[0]: one for one in self.index.facts["columns"]}
+        known = list(described)
         self.columns = known if columns is None else list(columns)
         for option, names in (("columns", self.columns), ("decode", list(decode or {}))):
             if odd := sorted(set(names) - set(known if option == "columns" else self.columns)):
                 raise ConfigError(f"{option} has {odd[0]!r}, and the files have the columns "
                                   f"{', '.join(known)}. Correct the name, or read the column.")
+        if why := next(filter(None, (refused_column(*described[name]) for name in self.columns)),
+                       ""):
+            raise ConfigError(why)
         self.transform = transform
         self._decoders = {name: _decoder(name, how) for name, how in (decode or {}).items()}
         blocks = Blocks(files, self.index.sources, make_cache(cache, cache_bytes), block_bytes)
@@ -105,16 +103,24 @@ class ParquetFiles:
         found: list[Any] = [None] * len(numbers)
         for group in sorted(set(groups.tolist())):
             places = numpy.flatnonzero(groups == group).tolist()
-            start = int(ends[group - 1]) if group else 0
+            start = self.groups.start(group)
             rows = self.groups.rows(group, [numbers[place] - start for place in places])
             for place, row in zip(places, rows, strict=True):
                 found[place] = row
-        return [self._finished(sample) for sample in found]  # in the order of the numbers
+        return [self._finished(*one)  # in the order of the numbers
+                for one in zip(numbers, groups.tolist(), found, strict=True)]
 
-    def _finished(self, sample: dict[str, Any]) -> Any:
-        for name, decode in self._decoders.items():
-            sample[name] = decode(sample[name])
-        return self.transform(sample) if self.transform else sample
+    def _finished(self, number: int, group: int, sample: dict[str, Any]) -> Any:
+        column = ""
+        try:
+            for column, decode in self._decoders.items():
+                sample[column] = decode(sample[column])
+            column = ""
+            return self.transform(sample) if self.transform else sample
+        except Exception as error:
+            row = number - self.groups.start(group)
+            raise_located(error, self.groups.where(group, row, column),
+                          is_ours=self._decoders.get(column) in (_tensor_of, _pil_of))
 
 
 class RowGroups:
@@ -142,22 +148,58 @@ class RowGroups:
             while len(self._tables) > 1 and sum(
                     one.nbytes for one in list(self._tables.values())) > self.memory_bytes:
                 self._tables.popitem(last=False)
-        chosen = table.take(rows)
-        values = {name: _values(chosen.column(name)) for name in self.columns}
+        indices = importlib.import_module("pyarrow").array(rows)
+        values = {name: self._taken(table, group, name, rows, indices) for name in self.columns}
         return [{name: values[name][place] for name in self.columns} for place in range(len(rows))]
+
+    def start(self, group: int) -> int:
+        """Return the number of the first sample of a row group."""
+        return int(self.index.arrays["row_end"][group - 1]) if group else 0
+
+    def where(self, group: int, row: int, column: str = "") -> str:
+        """Return where a row of a row group lies."""
+        file, number = (int(self.index.arrays[name][group]) for name in ("file", "group"))
+        of_column = f", column {column!r}" if column else ""
+        return (f"sample {self.start(group) + row} (row {row} of row group {number}){of_column}, "
+                f"in {self.index.sources[file].url}")
+
+    def _taken(self, table: Any, group: int, name: str, rows: list[int], indices: Any) -> list[Any]:
+        """Return the values of a column in some rows."""
+        column = table.column(name)
+        try:
+            try:
+                return _values(column.take(indices))
+            except NotImplementedError:  # pyarrow takes no values of this type, e.g. string_view
+                return [column[row].as_py() for row in rows]
+        except Exception as error:
+            row = next((row for row in rows if _fails(column, row)), rows[0])
+            raise_located(error, self.where(group, row, name), is_ours=True)
 
     def _decoded(self, group: int) -> Any:
         file, number = (int(self.index.arrays[name][group]) for name in ("file", "group"))
-        footer = self._footer(file)
+        footer, source = self._footer(file), self.index.sources[file]
+        count = int(self.index.arrays["row_end"][group]) - self.start(group)
+        if number >= footer.num_row_groups or footer.row_group(number).num_rows != count:
+            raise changed_meanwhile(source.url, f"of row group {number}")
         ranges = _column_ranges(footer.row_group(number), self.columns)
         pieces = self.blocks.read([(file, start, stop) for start, stop in ranges])
-        source = Pieces(self.index.sources[file], ranges, pieces)
         self.decoded += 1
-        opened = parquet().ParquetFile(source, metadata=footer, pre_buffer=False)
+        opened = parquet().ParquetFile(Pieces(source, ranges, pieces), metadata=footer,
+                                       pre_buffer=False)
         try:
             return opened.read_row_group(number, columns=self.columns, use_threads=False)
+        except NotImplementedError as error:
+            raise ConfigError(f"row group {number} of {source.url} has what pyarrow cannot read: "
+                              f"{error}. Leave the column out with columns=, or write it in "
+                              f"another way.") from error
+        except MemoryError:
+            raise
         except Exception as error:
-            raise changed_meanwhile(source.source.url, f"of row group {number}") from error
+            raise DataUnavailable(
+                f"row group {number} of {source.url} (samples {self.start(group)} to "
+                f"{self.start(group) + count - 1}) cannot be decoded: {error}. The file is "
+                f"damaged, or was changed after its index was built. Put the whole file back."
+            ) from error
 
     def _footer(self, file: int) -> Any:
         if file not in self._footers:
@@ -166,7 +208,7 @@ class RowGroups:
             (data,) = self.blocks.files.read([Range(source.url, start, source.size)])
             if zlib.crc32(data) != int(self.index.arrays["footer_sum"][file]):
                 raise changed_meanwhile(source.url, "all")
-            self._footers[file] = _metadata(data)
+            self._footers[file] = metadata_of(data)
             while len(self._footers) > MOST_FOOTERS:
                 self._footers.popitem(last=False)
         return self._footers[file]
@@ -206,25 +248,18 @@ class Pieces(io.RawIOBase):
         raise OSError(f"{self.source.url}: byte {self._at} is in no column that is read")
 
 
-def parquet() -> Any:
-    """Return pyarrow.parquet. Raises ConfigError."""
-    try:
-        return importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise ConfigError("ParquetFiles needs pyarrow, which is not installed. Install it: pip "
-                          "install 'elastic-trainer[streams]'.") from error
-
-
-def _metadata(footer: bytes) -> Any:
-    return parquet().read_metadata(io.BytesIO(MAGIC + footer))
-
-
 def _column_ranges(group: Any, columns: list[str]) -> list[tuple[int, int]]:
-    """Return where the wanted columns of a row group are."""
-    ranges = []
+    """Return where the wanted columns of a row group are.
+
+    A dot in a path may be one of a name, or stand between names. pyarrow reads a column for each
+    path that is a wanted name, or that begins with one and a dot (parquet/core.py,
+    _build_nested_paths). What it reads too much is not in the samples.
+    """
+    wanted, ranges = set(columns), []
     for place in range(group.num_columns):
         column = group.column(place)
-        if column.path_in_schema.split(".")[0] in columns:
+        parts = column.path_in_schema.split(".")
+        if any(".".join(parts[:count]) in wanted for count in range(1, len(parts) + 1)):
             start = column.data_page_offset
             if column.dictionary_page_offset is not None:
                 start = min(start, column.dictionary_page_offset)
@@ -240,13 +275,26 @@ def _values(column: Any) -> list[Any]:
                or pyarrow.types.is_fixed_size_list(kind))
     if is_list and (pyarrow.types.is_integer(kind.value_type)
                     or pyarrow.types.is_floating(kind.value_type)):
-        values: list[Any] = [None if one.as_py() is None or None in one.as_py() else
-                             numpy.array(one.as_py(), kind.value_type.to_pandas_dtype())
-                             for one in column]
-        return [one.as_py() if value is None else value
-                for one, value in zip(column, values, strict=True)]
+        return [_numbers(one.values) for one in column]
     found: list[Any] = column.to_pylist()
     return found
+
+
+def _numbers(values: Any) -> Any:
+    """Return an array of its own for a list of numbers; a list where there are absent ones."""
+    if values is None:
+        return None
+    if values.null_count:
+        return values.to_pylist()
+    return numpy.array(values.to_numpy(zero_copy_only=False))
+
+
+def _fails(column: Any, row: int) -> bool:
+    try:
+        column[row].as_py()
+    except Exception:
+        return True
+    return False
 
 
 def _decoder(name: str, how: str | Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -271,56 +319,3 @@ def _tensor_of(value: Any) -> Any:
 
 def _pil_of(value: Any) -> Any:
     return pil_image(_encoded(value))
-
-
-# --- the index ------------------------------------------------------------------------------------
-
-def index_parquet(files: Files, urls: Any, where: Any, *, anew: bool = False) -> Index:
-    """Return the index of Parquet files; build it if there is none. Raises ConfigError."""
-    expanded = files.expand(urls)
-    place = place_of("parquet", expanded, where)
-    act = rebuild if anew else build_or_load
-    return act(files, place, files.describe(expanded), lambda sources: build(files, sources))
-
-
-def build(files: Files, sources: list[Source]) -> Index:
-    """Read the footers of Parquet files, and return their index. Raises ConfigError."""
-    with ThreadPoolExecutor(min(SCANS, len(sources))) as pool:
-        footers = list(pool.map(lambda source: read_footer(files, source), sources))
-    parsed = [_metadata(footer) for footer in footers]
-    names = parsed[0].schema.to_arrow_schema().names
-    for source, metadata in zip(sources, parsed, strict=True):
-        others = metadata.schema.to_arrow_schema().names
-        if others != names:
-            raise ConfigError(f"{source.url} has the columns {', '.join(others)}, and "
-                              f"{sources[0].url} has {', '.join(names)}. Use files with the same "
-                              f"columns.")
-    groups = [(file, number, metadata.row_group(number)) for file, metadata in enumerate(parsed)
-              for number in range(metadata.num_row_groups)]
-    groups = [one for one in groups if one[2].num_rows]
-    if not groups:
-        raise ConfigError(f"{sources[0].url} and the other files have no rows. Correct the list of "
-                          f"files.")
-    folder = common_folder([source.url for source in sources])
-    return Index("parquet", folder, sources, {"columns": list(names)}, {
-        "file": numpy.array([file for file, _, _ in groups], "<u4"),
-        "group": numpy.array([number for _, number, _ in groups], "<u4"),
-        "row_end": numpy.cumsum([group.num_rows for _, _, group in groups]).astype("<i8"),
-        "bytes": numpy.array([group.total_byte_size for _, _, group in groups], "<i8"),
-        "footer": numpy.array([source.size - len(footer) for source, footer
-                               in zip(sources, footers, strict=True)], "<u8"),
-        "footer_sum": numpy.array([zlib.crc32(footer) for footer in footers], "<u4"),
-    })
-
-
-def read_footer(files: Files, source: Source) -> bytes:
-    """Return the bytes of a file from its footer to its end. Raises ConfigError."""
-    start = max(source.size - TAIL_BYTES, 0)
-    (tail,) = files.read([Range(source.url, start, source.size)])
-    length = int.from_bytes(tail[-8:-4], "little") + 8
-    if tail[-4:] != MAGIC or length > source.size:
-        raise ConfigError(f"{source.url} is no whole Parquet file: it does not end with its "
-                          f"footer. Copy it again, or close the file when it is written.")
-    if length > len(tail):
-        (tail,) = files.read([Range(source.url, source.size - length, source.size)])
-    return tail[-length:]

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 
 from elastic_trainer.config import ConfigError
 
@@ -22,6 +23,8 @@ def add_command(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index", metavar="FOLDER",
                         help="where the index goes; default: beside the data")
     parser.add_argument("--kind", choices=KINDS, help="default: by the names of the files")
+    parser.add_argument("--ignore-zeros", action="store_true",
+                        help="read archives on behind their end (TarShards(ignore_zeros=True))")
     parser.add_argument("--rebuild", action="store_true",
                         help="replace an index whose data has changed")
 
@@ -30,9 +33,11 @@ def run(options: argparse.Namespace) -> int:
     """Build or check an index, and print what it has. Raises ConfigError."""
     from elastic_trainer.data.files import Files
     from elastic_trainer.data.images import index_images
-    from elastic_trainer.data.parquet import index_parquet
+    from elastic_trainer.data.index import AboutData
+    from elastic_trainer.data.parquet_index import index_parquet
     from elastic_trainer.data.tar import index_tars
 
+    warnings.simplefilter("ignore", AboutData)  # printed below, also of an older index
     kind, files = options.kind or kind_of(options.urls), Files()
     if kind == "images":
         if len(options.urls) > 1:
@@ -41,11 +46,14 @@ def run(options: argparse.Namespace) -> int:
                              anew=options.rebuild)
         samples = len(index.sources)
     elif kind == "tar":
-        index = index_tars(files, options.urls, options.index, anew=options.rebuild)
+        index = index_tars(files, options.urls, options.index, anew=options.rebuild,
+                           ignore_zeros=options.ignore_zeros)
         samples = len(index.arrays["file"])
     else:
         index = index_parquet(files, options.urls, options.index, anew=options.rebuild)
         samples = int(index.arrays["row_end"][-1])
+    for sentence in index.facts.get("told", []):
+        print(sentence)
     size = sum(source.size for source in index.sources)
     print(f"{kind}: {samples} samples in {len(index.sources)} files with {size} bytes; "
           f"index sha256 {index.sha256}")
