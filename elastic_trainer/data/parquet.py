@@ -208,7 +208,11 @@ class RowGroups:
             (data,) = self.blocks.files.read([Range(source.url, start, source.size)])
             if zlib.crc32(data) != int(self.index.arrays["footer_sum"][file]):
                 raise changed_meanwhile(source.url, "all")
-            self._footers[file] = metadata_of(data)
+            footer = metadata_of(data)
+            named = set(footer.schema.to_arrow_schema().names)
+            if named != {one[0] for one in self.index.facts["columns"]}:
+                raise changed_meanwhile(source.url, "all")
+            self._footers[file] = footer
             while len(self._footers) > MOST_FOOTERS:
                 self._footers.popitem(last=False)
         return self._footers[file]

@@ -140,8 +140,9 @@ def _require_same(first: Source, types: dict[str, Any], other: Source, others: d
                   ) -> None:
     """Raise ConfigError for files of which the samples would differ. The order may."""
     if types.keys() != others.keys():
-        raise ConfigError(f"{other.url} has the columns {', '.join(others)}, and {first.url} has "
-                          f"{', '.join(types)}. Use files with the same columns.")
+        raise ConfigError(f"{other.url} has the columns {', '.join(others) or 'none'}, and "
+                          f"{first.url} has {', '.join(types) or 'none'}. Use files with the same "
+                          f"columns.")
     for name, kind in types.items():
         if others[name] != kind:
             raise ConfigError(f"{other.url} has the column {name!r} with the type {others[name]}, "
