@@ -53,7 +53,8 @@ def private_folder(env: Mapping[str, str] | None = None) -> Path:
 
 def _required(folder: Path) -> Path:
     """Make a private folder. Raises ConfigError for one that is not private, OSError."""
-    folder.mkdir(mode=0o700, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{folder} is not a folder of this user alone (owner {found.st_uid}, "
