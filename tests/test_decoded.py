@@ -184,7 +184,8 @@ READERS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
     "a part of a dataset": (lambda folder: Subset(TarShards(folder / "a.tar"), range(10)),
                             ValueError, r"sample 7 \(key '07'\), field 'npy', in .*/a\.tar"),
     "a mixture": (lambda folder: Mixture({"first": range(10), "second": TarShards(
-        folder / "a.tar")}), ValueError, r"field 'npy'[\s\S]* of the dataset 'second' of a Mixture"),
+        folder / "a.tar")}), ValueError,
+        r"field 'npy'[\s\S]* of the dataset 'second' of a Mixture"),
 }
 
 
