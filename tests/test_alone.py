@@ -94,8 +94,8 @@ def hold(entered: Any, leave: Any) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_whoever_waits_says_so_once_and_goes_on(runtime: Path, is_killed: bool,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_waits_reports_it_once_and_goes_on(
+        runtime: Path, is_killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the process, what it does, and the lock; also when that process is killed."""
     monkeypatch.setattr(alone, "TOLD_AFTER_S", 0.05)
     context = multiprocessing.get_context("fork")

@@ -242,7 +242,7 @@ TOLD: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("part", "kind"), TOLD.values(), ids=TOLD)
-def test_what_is_no_field_is_told_with_its_number_and_place(
+def test_what_is_no_field_is_reported_with_its_number_and_place(
         tmp_path: Path, part: bytes, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Once, when the index is built; `elastic-trainer index` says it each time."""
     path = written(tmp_path / "a.tar", member("a.txt"), part, part, member("z.txt"), END)
@@ -258,7 +258,7 @@ def test_what_is_no_field_is_told_with_its_number_and_place(
 
 
 @pytest.mark.parametrize("major", ["gnu", "--posix"])
-def test_sparse_files_of_gnu_tar_are_told(tmp_path: Path, major: str) -> None:
+def test_sparse_files_of_gnu_tar_are_reported(tmp_path: Path, major: str) -> None:
     """With many holes, so that their headers have more blocks; the file behind them is read."""
     with open(tmp_path / "b.bin", "wb") as file:
         for number in range(40):
@@ -284,14 +284,14 @@ DOUBTFUL: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize(("names", "text"), DOUBTFUL.values(), ids=DOUBTFUL)
-def test_a_name_with_dots_that_may_name_the_sample_is_told(tmp_path: Path, names: list[str],
+def test_a_name_with_dots_that_may_name_the_sample_is_reported(tmp_path: Path, names: list[str],
                                                            text: str) -> None:
     """With the file, the field and the sample."""
     with pytest.warns(AboutData, match=f"a.tar has the file '{text}"):
         TarShards(write_tar(tmp_path / "a.tar", [(name, b"1") for name in names]), **FIELDS)
 
 
-def test_fields_with_dots_that_all_samples_have_are_not_told(tmp_path: Path) -> None:
+def test_fields_with_dots_that_all_samples_have_are_not_reported(tmp_path: Path) -> None:
     """`left.png` and `right.png` are fields."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
