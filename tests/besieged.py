@@ -45,7 +45,7 @@ OUTSIDE = "10.66"
 neighbours (1024 entries), and 200 addresses on each of five hosts would fill it."""
 EVERY_S = 0.2
 LOOK_S = 1.0
-ANSWER_S = 5.0
+ANSWER_S = 30.0
 """How long an honest asker waits; an answer that takes longer is none."""
 LATE_S = 1.0
 GROWTH_MIB = 16.0

@@ -187,13 +187,8 @@ def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin) -> Non
         assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"] * 2
         pauses = cluster.events("worker.pause_ended")
     assert len(pauses) == 2 and result["steps_redone"] <= 2
-    for paused in pauses:
-        parts = {
-            name: paused[name]
-            for name in ("noticing_s", "deciding_s", "forming_s", "transfer_s", "redoing_s")
-        }
-        # All waited for it, and none of it is training.
-        assert max(parts, key=lambda name: parts[name]) == "noticing_s", paused
+    for paused in pauses:  # all waited for it, for 8 s (PATIENT), and none of it is training
+        assert paused["noticing_s"] > 5.0, paused
     assert result["pauses"] == [round(paused["duration_s"], 3) for paused in pauses]
 
 
