@@ -505,15 +505,15 @@ TRACE = """time_s,event,host
 0,join,b
 0,join,c
 0,join,d
-20,loss,b
-20,join,e
-50,notice,c
-90,loss,c
-100,loss,a
-100,loss,d
-100,loss,e
-120,join,f
-120,join,g
+15,loss,b
+15,join,e
+30,notice,c
+50,loss,c
+55,loss,a
+55,loss,d
+55,loss,e
+65,join,f
+65,join,g
 """
 
 
