@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from elastic_trainer.training.averages import Swa as Swa
     from elastic_trainer.training.best import KeepBest as KeepBest
     from elastic_trainer.training.best import keep_best as keep_best
+    from elastic_trainer.training.buffer_rules import gather as gather
     from elastic_trainer.training.configured import configuration as configuration
     from elastic_trainer.training.evaluation_plan import Evaluation as Evaluation
     from elastic_trainer.training.groups import decay_groups as decay_groups
@@ -40,7 +41,8 @@ _WHERE = {
     "Mixture": "data.mixture", "ParquetFiles": "data.parquet", "Result": "training.job",
     "TarShards": "data.tar", "Weighted": "order",
     "constant": "learning_rate", "cosine": "learning_rate",
-    "decay_groups": "training.groups", "inverse_root": "learning_rate",
+    "decay_groups": "training.groups", "gather": "training.buffer_rules",
+    "inverse_root": "learning_rate",
     "linear_decay": "learning_rate", "linear_scaling": "learning_rate",
     "local_rank": "training.worker", "step_decay": "learning_rate", "Step": "training.step",
     "Swa": "training.averages", "KeepBest": "training.best", "keep_best": "training.best",

@@ -22,6 +22,9 @@ class ModelBuffers:
         self._model = model
         self.before: dict[str, torch.Tensor] = {}
         """The values of the step's begin; empty if no step is in flight."""
+        self.left: list[dict[str, torch.Tensor]] = []
+        """Of the prepared step: what its micro-batches have left, in order, in buffers whose rule
+        needs each value (training/buffer_values.py)."""
         self.take()
 
     def take(self) -> None:
@@ -51,19 +54,21 @@ class ModelBuffers:
             self.before = {name: b.detach().clone() for name, b in self.named.items()}
 
     def forget(self) -> None:
-        """Forget the step's begin."""
-        self.before = {}
+        """Forget the step in flight."""
+        self.before, self.left = {}, []
 
     def take_up(self, before: dict[str, torch.Tensor]) -> None:
         """Go on with a step in flight whose begin had these buffers."""
         self.before = before
         self.reset()
 
-    def adopt(self) -> None:
-        """Take the values of the buffers that the forward pass has replaced."""
+    def adopt(self) -> list[tuple[str, torch.Tensor]]:
+        """Take the values of the buffers that the forward pass has replaced, and return them."""
+        replaced = self._put_back_replaced()
         with torch.no_grad():
-            for name, replacement in self._put_back_replaced():
+            for name, replacement in replaced:
                 self.named[name].copy_(replacement)
+        return replaced
 
     def reset(self) -> None:
         """Put the buffers of the step's begin back."""

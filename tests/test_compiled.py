@@ -89,6 +89,7 @@ def trained(model: torch.nn.Module, **changes: Any) -> Result:
                  shards=2,
                  epochs=2,
                  seed=3,
+                 buffers={"mean": "mean"},
                  **changes)
 
 

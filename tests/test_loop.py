@@ -329,7 +329,7 @@ class Flag(Model):
 def test_a_flag_is_set_when_the_model_sets_it_in_every_shard() -> None:
     """Buffers of truth values take part."""
     flag = Flag()
-    trained(built(flag), max_steps=1)
+    trained(built(flag), max_steps=1, buffers={"2.used": "mean"})
     assert bool(flag.used)
 
 
@@ -357,9 +357,9 @@ class Centred(Model):
 def test_no_bit_is_another_when_a_buffer_is_replaced_and_not_changed_in_place(size: int) -> None:
     """Neither the warm-up's nor another shard's values remain, whoever has no shard has the same in
     the end."""
-    in_place = trained(built(Centred(False)))
+    in_place = trained(built(Centred(False)), buffers={"*": "mean"})
     models = [built(Centred(True)) for _ in range(size)]
-    results = in_a_world(size, lambda rank: job(models[rank]))
+    results = in_a_world(size, lambda rank: job(models[rank], rules={"*": "mean"}))
     assert {result.weights_sha256 for result in results} == {in_place.weights_sha256}
     means = [dict(model.named_buffers())["2.mean"] for model in (in_place.model, *models)]
     assert all(torch.equal(mean, means[0]) for mean in means)

@@ -76,7 +76,7 @@ class Grows(Model):
 
     def __init__(self, after: int, in_place: bool) -> None:
         super().__init__()
-        self.calls, self.after, self.in_place = 0, after, in_place
+        self.calls, self.after, self.in_place = torch.tensor(0), after, in_place
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_a_buffer_that_grows_is_an_error(
     """With its name, before a worker applies the step: nothing of the step remains."""
     model, reference = built(Grows(after, in_place)), built(Grows(99, False))
     with pytest.raises(error, match=named):
-        trained(model)
+        trained(model, buffers={"2.seen": "mean"})
     if error is RuntimeError:
         trained(reference, max_steps=1)
     for mine, theirs in zip(model.state_dict().values(),
@@ -159,13 +159,15 @@ def test_a_buffer_takes_part_whatever_its_memory_and_its_numbers_are(kind: str, 
     def model() -> Model:
         return built(Scaled(BUFFERS[kind](), moves))
 
-    alone = trained(model())
+    rules = {"2.scale": "mean"}
+    alone = trained(model(), buffers=rules)
     (scale,) = alone.model.buffers()
     assert torch.equal(scale, BUFFERS[kind]()) != moves
-    for result in in_a_world(3, lambda rank: job(model())):
+    for result in in_a_world(3, lambda rank: job(model(), rules=rules)):
         assert result.weights_sha256 == alone.weights_sha256
-    trained(model(), run_dir=tmp_path / "run", max_steps=3)
-    assert trained(model(), run_dir=tmp_path / "run").weights_sha256 == alone.weights_sha256
+    trained(model(), run_dir=tmp_path / "run", max_steps=3, buffers=rules)
+    assert trained(model(), run_dir=tmp_path / "run",
+                   buffers=rules).weights_sha256 == alone.weights_sha256
 
 
 def test_an_expanded_buffer_stays_one_buffer_when_two_modules_share_it() -> None:

@@ -64,14 +64,15 @@ def test_the_weights_are_plain_pytorchs(make: Callable[[], Model],
                                         optimizer: Callable[[Model], torch.optim.Optimizer],
                                         tmp_path: Path) -> None:
     """And the same bits in all worlds, and in a run that goes on from a checkpoint."""
-    once = everywhere(lambda: job_of(make(), optimizer))
+    rules = {name: "mean" for name, _ in make().named_buffers()}
+    once = everywhere(lambda: job_of(make(), optimizer, rules=rules))
     reference = make()
     alone = make()
     trained(alone, optimizer(alone), shards=1)
     assert_close(alone, plain_with_buffers(reference, optimizer(reference)))
     for steps in (3, 6):
         model = make()
-        trained(model, optimizer(model), run_dir=tmp_path, max_steps=steps)
+        trained(model, optimizer(model), run_dir=tmp_path, max_steps=steps, buffers=rules)
     assert all(
         torch.equal(a, b)
         for a, b in zip(model.state_dict().values(), once.state_dict().values(), strict=True))
@@ -250,9 +251,10 @@ class Counter(Model):
 
 def test_a_whole_number_that_changes_by_more_than_the_sums_hold_is_an_error() -> None:
     """It was rounded in silence. Up to there it is exact."""
-    model = everywhere(lambda: job_of(Counter(2**22 - 1)))
+    rules = {"count": "mean"}
+    model = everywhere(lambda: job_of(Counter(2**22 - 1), rules=rules))
     assert int(model.get_buffer("count")) == 6 * (2**22 - 1)
     with pytest.raises(
             RuntimeError,
             match="a buffer of whole numbers has changed by more than 4194304 in step 0"):
-        trained(Counter(2**25 + 1))
+        trained(Counter(2**25 + 1), buffers=rules)

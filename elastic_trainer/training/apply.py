@@ -21,6 +21,7 @@ from elastic_trainer.observe.events import Events
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
+from elastic_trainer.training.buffer_values import results
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import LossNotFinite, not_finite, verdict
@@ -57,6 +58,9 @@ class StepEnd:
                 f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step "
                 f"{step}, so its mean over the shards is not exact. Keep it in a float buffer, or "
                 f"change it {self.job.words.behind}.")
+        if found := self.flat.changed_buffers():
+            self.state.restore()
+            raise RuntimeError(self.job.buffers.refusal(found, self.job.words.behind))
         self._require_count(step)
         loss, on_nan = self.flat.mean_loss(), self.job.on_nan
         if math.isfinite(loss):
@@ -124,13 +128,25 @@ class StepEnd:
         state.commit(samples, digest, clock_ms, finishes)
         state.is_applying = False
 
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """Return the next values of the buffers whose rule needs the value of each shard. Runs the
+        functions of gather()."""
+        buffers, rules = self.state.model_buffers, self.job.buffers
+        if not buffers.left:
+            return {}
+        buffers.reset()  # what such a function sees
+        return results(buffers.left, rules, buffers.before)
+
     def _update(self) -> None:
         """Change buffers, weights, optimizer and scaler by what the shards have left."""
         job, state = self.job, self.state
         optimizer = members_of(job.optimizer)[state.phase]
         self.flat.divide()
         self.flat.hand_out()
+        found = self._buffers()
         state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
+        for name, value in found.items():
+            state.buffers[name].copy_(value)
         state.modes.apply(self.flat.modes_changed())
         state.attributes.apply()
         if job.scaler:

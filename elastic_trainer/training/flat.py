@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from elastic_trainer.training.buffer_rules import BufferRules
 from elastic_trainer.training.gradients import Gradients
 from elastic_trainer.training.statistics import Statistics
 from elastic_trainer.training.tally import COUNT, Tally, read
@@ -92,10 +93,12 @@ class Flat:
     """The flat buffers of this worker, and what the shards add to them."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter],
-                 buffers: dict[str, torch.Tensor], device: torch.device, modes: int = 0):
+                 buffers: dict[str, torch.Tensor], device: torch.device, modes: int = 0,
+                 rules: BufferRules | None = None):
         self.device, self._modes = device, modes + 1
         self.gradients = Gradients(parameters)
-        self.statistics = Statistics(buffers, device)
+        self._rules = rules
+        self.statistics = self._statistics_of(buffers)
         self.tally = Tally()
         self.shards_run = 0
         """Shards of the step in flight whose gradients are in the sums of this worker."""
@@ -111,7 +114,7 @@ class Flat:
         """Make the flat buffers anew, for these parameters of the model (and for these buffers).
         All are zero."""
         if buffers is not None:
-            self.statistics = Statistics(buffers, self.device)
+            self.statistics = self._statistics_of(buffers)
         self.trained = list(trained)
         everyone = self.gradients.everyone
         self.layout = laid_out(everyone, trained, self.statistics.size, self.tally.size,
@@ -122,6 +125,10 @@ class Flat:
         self._used_in_one: tuple[list[int], torch.Tensor] | None = None
         self.sums = self.new_sums()
         self.gradients.lay_out(self.layout.members, self.sums.gradients)
+
+    def _statistics_of(self, buffers: dict[str, torch.Tensor]) -> Statistics:
+        return Statistics(buffers, self.device,
+                          self._rules.of(buffers) if self._rules else None)
 
     def new_sums(self) -> Sums:
         """Return a zeroed set of flat buffers, with room behind for equal slices."""
@@ -231,6 +238,12 @@ class Flat:
     def mean_loss(self) -> float:
         """Return the reduced loss of the step. On a GPU this waits for the device."""
         return float(self._statistics()[0]) / (self.counted() or 1.0)
+
+    def changed_buffers(self) -> list[str]:
+        """Return the buffers without a rule that several shards of the step could change, and one
+        has."""
+        found = self.statistics.changed(self._statistics())
+        return found if found and float(self.sums[torch.float32][0]) > 1 else []
 
     def has_lost_digits(self) -> bool:
         """True if a buffer of whole numbers has changed by more than 32-bit sums hold exactly."""

@@ -35,6 +35,7 @@ from elastic_trainer.order import facts_of
 from elastic_trainer.schedule import Schedule
 from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of, extras_with
 from elastic_trainer.training.best import Best, require_rule
+from elastic_trainer.training.buffer_rules import BufferRules, Rule
 from elastic_trainer.training.losses import require_policy
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.overridden import remarks_on_override
@@ -90,6 +91,8 @@ class Job:
     """Read the batches of shards, and those of evaluations."""
     extras: dict[str, Any]
     device: torch.device
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    """The rules of buffers, as given."""
     clip_value: float | None = None
     average: Average | None = None
     best: Best | None = None
@@ -110,6 +113,11 @@ class Job:
     """The values of the run's configuration by full keys; empty: it has none."""
     remarks: tuple[Remark, ...] = ()
     """Remarks for a person, logged at the start of each attempt."""
+
+    @property
+    def buffers(self) -> BufferRules:
+        """What a step does to buffers."""
+        return BufferRules(self.model, self.rules, self.schedule.shards)
 
 
 def checked(
@@ -160,6 +168,7 @@ def checked(
         average=average,
         best=best,
         logs=bool(options.loggers),
+        rules=options.buffers or {},
         extras=extras_with({"swa" if options.swa else "ema": average, "best": best},
                            options.extras, words.objects),
         after_step=after_step or (lambda step: None),
@@ -216,6 +225,7 @@ def require_values(options: Options, words: Words) -> None:
             f"clip_norm is {options.clip_norm} and clip_value is {options.clip_value}, but a "
             f"gradient is clipped in one way. Leave one of them out."
         )
+    BufferRules(torch.nn.Identity(), options.buffers)
     require_policy(options.on_nan)
     require_rule(options.best)
     if options.cpu_threads < 1:

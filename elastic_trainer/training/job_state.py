@@ -43,7 +43,7 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
         state.facts = job.best.facts
     state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,
                                  clip_norm=job.clip_norm, clip_value=job.clip_value,
-                                 **sending.settings, on_nan=job.on_nan,
+                                 **sending.settings, on_nan=job.on_nan, **job.buffers.settings,
                                  precision=job.precision.name,
                                  loader=job.readers.training.seeds_samples,
                                  **(job.average.settings if job.average else {}),

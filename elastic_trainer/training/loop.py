@@ -67,7 +67,7 @@ class Loop:
         """Those that the job was built with. A checkpoint brings others."""
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device,
-                         len(self.state.modes))
+                         len(self.state.modes), job.buffers)
         self.reducer = reducer_of(reduce, self.flat, job, sending, self.state, events)
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),

@@ -23,6 +23,7 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import KeepBest
+from elastic_trainer.training.buffer_rules import Rule
 from elastic_trainer.training.sending import Sending, sending_of
 
 Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
@@ -126,6 +127,10 @@ class Options:
     with LossNotFinite, which names step, shards and samples. "skip": the step is finished and its
     samples count, but weights, optimizer, scaler and buffers stay as they were. The schedule goes
     on. "continue": the step is applied."""
+    buffers: Mapping[str, Rule] | None = None
+    """What a step does to buffers that forward changes and that are no running statistics of
+    torch's modules, by name ("encoder.queue", "*.count"): "mean" or "sum" of the micro-batches'
+    changes, "last", or `gather(fn)`. docs/guide/script.md, Buffers that a forward pass changes."""
     run_dir: str | os.PathLike[str] | None = None
     """The folder of events, result and checkpoints, where no launcher gives one."""
     store: str | None = None

@@ -30,6 +30,7 @@ from elastic_trainer.observe.trace import Trace
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training.attributes_moved import NOT_RUN, Moved
+from elastic_trainer.training.buffer_values import BufferValues
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.flat import Flat, SetsDiffer
 from elastic_trainer.training.gradients import CLIP, GradientsWritten
@@ -62,6 +63,7 @@ class Shards:
         self.losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
         """Of this step's shards that this worker has run: the loss, and its samples."""
         self.moved = Moved(state.attributes)
+        self.values = BufferValues(state.model_buffers, job.buffers, job.schedule)
         self._is_reduced = False
         """The sums of the step are those of all workers."""
         self.number = -1
@@ -96,6 +98,7 @@ class Shards:
         self.error, self.losses = error, {}
         self.flat.tally.clear()
         self.moved.clear()
+        self.values.begin(step)
         for shard in mine:
             self._require_peers()
             done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
@@ -182,6 +185,7 @@ class Shards:
                 f"{BUFFERS_STAY}"
             )
         flat.add_statistics(weight, loss, before, after, is_sum=is_sum)
+        self.values.keep(after)
         if overlaps:
             self.reducer.overlap(overlaps)
         self.trace.mark.enter("backward", f"shard {shard}", indices)
@@ -189,6 +193,7 @@ class Shards:
         with self.trace.span("backward", shard=shard):
             (job.scaler.scale(weighted) if job.scaler else weighted).backward()
         flat.gradients.note_left()
+        self.values.note(named_buffers(job.model) if after else {})
 
     def _close(self, step: int, shard: int) -> None:
         try:
@@ -201,7 +206,7 @@ class Shards:
                 f'after a part of it was sent. Let a hook do so from the first batch on, or use '
                 f'reduce="exact". {CLIP}'
             ) from error
-        self.state.model_buffers.adopt()
+        self.values.check(self.state.model_buffers.adopt())
         is_first = shard == self.job.schedule.first_shard(step)
         self.moved.keep(f"shard {shard} of step {step}", is_first)
         if is_first:
@@ -248,13 +253,14 @@ class Shards:
                 self.state.committed, self._remedy_for_changes(), *zip(*found, strict=True)))
 
     def share(self, from_first: Callable[[str], str], world: World) -> None:
-        """Give all workers what the step's first shard has left in attributes and extra state.
-        Other attributes here are the user's error. Network, if there is any: one exchange each."""
+        """Give all workers what the step's first shard has left in attributes and extra state, and
+        all shards in buffers. Network, if there is any: one exchange each."""
         mark = self.flat.mark_of_attributes() if world.size > 1 else self.moved.mark
         try:
             self.moved.share(mark if self._is_reduced else NOT_RUN, from_first)
         except RuntimeError as error:
             self.error = self.error or error
+        self.values.share(world)
         self.state.extra_state.share(from_first)
 
     def _remedy_for_changes(self) -> str:

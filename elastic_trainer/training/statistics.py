@@ -3,35 +3,47 @@
 a shard's loss and buffers → here → in front of the gradients → reducer → here → the model's buffers
 
 What always holds:
-1. Each shard starts with the buffers of the step's begin. The step adds to them the weighted mean
-   over shards of (after - before).
+1. Each shard starts with the buffers of the step's begin. The step adds to those with the rule
+   "mean" (buffer_rules.py) the weighted mean over shards of (after - before).
 2. A buffer of whole numbers is rounded, and one of truth values takes the value of more than half
    of the batch.
 3. A mark (an infinite value, NaN, or one of 1e30) stands for "none yet". No difference to it has a
    digit of the value, so there the sum over the shards is the mean of the values themselves.
+4. Of a buffer without a rule only whether it has changed is counted.
 
 What it does not do: buffers of 64-bit floats keep 32 bits of their change.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 MARK = 1e30
 """A buffer's value from this size on, or from the largest of its type on, is a mark (rule 3)."""
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_CHANGE = 2.0**22
 """The most by which a whole number changes in a step: up to here the mean over shards is exact when
 it is rounded."""
 
 
 class Statistics:
-    """The model's buffers, and how a step changes them. `sums` holds the loss, then the changes."""
+    """The model's buffers, and how a step changes them. `sums` holds the loss, then the changes,
+    then a count for each buffer without a rule. `rules`: by name; None: all have the rule "mean".
+    """
 
-    def __init__(self, buffers: dict[str, torch.Tensor], device: torch.device):
+    def __init__(self, buffers: dict[str, torch.Tensor], device: torch.device,
+                 rules: Mapping[str, Any] | None = None):
+        if rules is not None:
+            buffers = {name: one for name, one in buffers.items() if rules[name] == "mean"}
         self._names = list(buffers)
+        self._watched = [name for name, rule in (rules or {}).items() if rule is None]
         self._before: dict[str, torch.Tensor] | None = None
         self._marks: set[str] = set()
-        self.size = 1 + sum(_real(buffer).numel() for buffer in buffers.values())
+        self._counts_start = 1 + sum(_real(buffer).numel() for buffer in buffers.values())
+        self.size = self._counts_start + len(self._watched)
         """The number of elements of the flat buffer that the statistics need."""
         is_whole = [torch.full((_real(buffer).numel(),), _holds_whole_numbers(buffer))
                     for buffer in buffers.values()]
@@ -58,6 +70,15 @@ class Statistics:
             # buffer has other bits than the sum of two
             sums[at : at + now.numel()].add_(change.reshape(-1).to(torch.float32) * weight)
             at += now.numel()
+        for name in self._watched:
+            if before[name] is not after[name]:
+                sums[at] += _has_changed(before[name], after[name])
+            at += 1
+
+    def changed(self, sums: torch.Tensor) -> list[str]:
+        """Return the buffers without a rule that shards have changed. On a GPU this waits."""
+        counts = sums[self._counts_start :].tolist() if self._watched else []
+        return [name for name, count in zip(self._watched, counts, strict=True) if count]
 
     def find_marks(self, before: dict[str, torch.Tensor]) -> set[str]:
         """Return the buffers that hold a mark at the step's begin. This waits for a GPU, so it is
@@ -92,6 +113,18 @@ class Statistics:
             else:
                 buffer.copy_(was + change.round().to(buffer.dtype))
             at += buffer.numel()
+
+
+def _has_changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | bool:
+    """Return whether two tensors have different bytes. A GPU is not waited for."""
+    was, now = _bits(before), _bits(after)
+    return bool((was != now).any()) if was.is_cpu else (was != now).any()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor's elements as whole numbers."""
+    real = _real(tensor)
+    return real.view(WHOLE[real.element_size()])
 
 
 def _holds_whole_numbers(buffer: torch.Tensor) -> bool:

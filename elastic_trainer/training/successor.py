@@ -50,6 +50,7 @@ class Successor:
             self.reducer.lay_out(facts["trained"])
         state.extra_state.take_up(values["extra_state"])
         state.attributes.take_up(values["attributes"])
+        state.model_buffers.left = values["buffers_left"]
         self.behind.ticks = facts.get("handed_over", state.ticks)
         before_ms, now_ms = facts.get("clocks_ms", state.clocks_ms)
         state.clocks_ms = (before_ms, now_ms)

@@ -39,6 +39,7 @@ from elastic_trainer.order import Order
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.best import NOT_KEPT, Best, KeepBest
+from elastic_trainer.training.buffer_rules import Rule
 from elastic_trainer.training.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.leaving import Leaving
@@ -109,7 +110,7 @@ class Trainer:
         checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0,
         part_bytes: int = PART_BYTES, reduce: str | None = None,
         compress: bool | str = False, predivide: float = 1.0, bucket_bytes: int | None = None,
-        cpu_threads: int = 1, on_nan: str = "raise",
+        cpu_threads: int = 1, on_nan: str = "raise", buffers: Mapping[str, Rule] | None = None,
         run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
         listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
         loggers: Sequence[Logger] = (), timeline: bool = False, progress: bool = True,
@@ -124,7 +125,7 @@ class Trainer:
             loader=loader, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
             predivide=predivide, bucket_bytes=bucket_bytes,
-            cpu_threads=cpu_threads, on_nan=on_nan, run_dir=run_dir, store=store,
+            cpu_threads=cpu_threads, on_nan=on_nan, buffers=buffers, run_dir=run_dir, store=store,
             listeners=listeners, loggers=loggers, timeline=timeline, progress=progress))
         self._worker = Worker(
             checked(model, optimizer, dataset, options, words=OF_TRAINER), options)

@@ -110,6 +110,7 @@ class WarmUp:
             yield from self._compile_other_sizes({len(first), job.schedule.smallest_shard})
         self.state.restore()
         self.state.forget()
+        job.buffers.require_used(self.state.buffers)
         self.flat.gradients.adopt(trained)
         for tensor in self.flat.sums.values():
             tensor.zero_()
@@ -208,6 +209,10 @@ class WarmUp:
                 f"the buffers {some(changed)} are made in the first forward pass and changed by "
                 f"the second, so their first values would be those of the warm-up. Register them "
                 f"in __init__.")
+        if self.job.schedule.shards > 1 and (
+                free := [name for name, rule in self.job.buffers.of(before).items() if rule is None
+                         and not torch.equal(byte_view(before[name]), byte_view(after[name]))]):
+            raise ConfigError(self.job.buffers.refusal(free, self.job.words.behind))
 
     def _try_backward(
         self, indices: numpy.ndarray, check_buffers: Callable[[], None], advice: str

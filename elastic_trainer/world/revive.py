@@ -94,7 +94,7 @@ def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
         "pid": os.getpid(), "begun": state.begun, "prepared": state.prepared,
         "state": state.values(), "gradients": gradients, "buffers_before": state.buffers_before(),
         "evaluating_before": state.modes.evaluating_before(),
-        "attributes": state.attributes.in_flight(),
+        "attributes": state.attributes.in_flight(), "buffers_left": state.model_buffers.left,
         "extra_state": state.extra_state.in_flight(), "facts": json.dumps(facts)
     })
     try:

@@ -252,6 +252,7 @@ else:
                    schedule=scheduler,
                    clip_norm=1.0,
                    on_nan="skip",
+                   buffers={"turn": "mean"},
                    checkpoint_every=20,
                    listeners=[*([injector] if injector else []), complain])
     print("loss", result.loss)
