@@ -186,7 +186,7 @@ def test_buffers_with_a_rule_are_the_same_in_every_world(
         assert found == alone
 
 
-def test_each_rule_is_what_it_says() -> None:
+def test_a_step_ends_with_what_the_rule_of_a_buffer_gives() -> None:
     """Against the values that the micro-batches leave one by one, from the step's begin on."""
     kinds = ("a queue", "a memory bank", "spectral_norm")
     for kind in kinds:

@@ -42,6 +42,7 @@ from elastic_trainer.training.going_back import GoingBack
 from elastic_trainer.training.job import Job, Result, describe
 from elastic_trainer.training.job_state import reducer_of, state_of
 from elastic_trainer.training.moves import Begun, Move
+from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.shards import Shards
 from elastic_trainer.training.successor import Successor
@@ -80,10 +81,11 @@ class Loop:
         self.behind = Behind(self.state, self.flat.gradients, self.account.steps_due,
                              Evaluations(lambda: self.world, driver.is_broken, events, launch))
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
-        self.shards = Shards(job, self.state, self.flat, self.reducer, self.fault_of_machine,
-                             driver.is_broken, events.trace)
+        scaling = Scaling(job.scaler, self.flat.gradients)
+        self.shards = Shards(job, self.state, self.flat, self.reducer, scaling,
+                             self.fault_of_machine, driver.is_broken, events.trace)
         self.end = StepEnd(job, self.state, self.flat, events)
-        self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica)
+        self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica, scaling)
         self.has_joined = False
         """True from this worker's first step on."""
         self._shard_s = 0.0

@@ -38,6 +38,7 @@ from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import require_scalar
 from elastic_trainer.training.moves import OF_THE_LOOP, Shard
 from elastic_trainer.training.reduce import Reducer
+from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, some
 from elastic_trainer.world.collectives import PeersLost, World
 
@@ -45,17 +46,11 @@ from elastic_trainer.world.collectives import PeersLost, World
 class Shards:
     """This worker's part of each step."""
 
-    def __init__(
-        self,
-        job: Job,
-        state: LiveState,
-        flat: Flat,
-        reducer: Reducer,
-        fault_of_machine: Callable[[BaseException], str],
-        is_broken: Callable[[], bool],
-        trace: Trace | None = None,
-    ):
+    def __init__(self, job: Job, state: LiveState, flat: Flat, reducer: Reducer, scaling: Scaling,
+                 fault_of_machine: Callable[[BaseException], str], is_broken: Callable[[], bool],
+                 trace: Trace | None = None):
         self.job, self.state, self.flat, self.reducer = job, state, flat, reducer
+        self.scaling = scaling
         self._fault_of_machine, self._is_broken = fault_of_machine, is_broken
         self.trace, self._handed_ns = trace or Trace(), 0
         self.error: BaseException | None = None
@@ -154,21 +149,15 @@ class Shards:
         batch = job.readers.training.batch(seed_of(job.schedule, step, shard, phase), key, ahead,
                                            self._require_peers, indices)
         self.flat.gradients.open()
+        self.scaling.open()
         return batch
 
     def _require_peers(self) -> None:
         if self._is_broken():
             raise PeersLost("a member is gone: this step cannot pass the vote")
 
-    def _backward(
-        self,
-        step: int,
-        shard: int,
-        indices: numpy.ndarray,
-        overlaps: World | None,
-        loss: Any,
-        count: Any,
-    ) -> None:
+    def _backward(self, step: int, shard: int, indices: numpy.ndarray, overlaps: World | None,
+                  loss: Any, count: Any) -> None:
         self.trace.add("forward", self._handed_ns, shard=shard)
         job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
         loss = require_scalar(loss, job.words)
@@ -176,6 +165,7 @@ class Shards:
         self.losses[shard] = (loss.detach(), indices)
         flat.gradients.check_untouched()
         self._follow_requires_grad()
+        self.scaling.check()
         is_sum = count is not None  # it is divided when all shards have counted
         flat.gradients.weigh_rest(1.0 if is_sum else weight)
         before, after = self.state.buffers_before(), named_buffers(job.model)
@@ -189,9 +179,8 @@ class Shards:
         if overlaps:
             self.reducer.overlap(overlaps)
         self.trace.mark.enter("backward", f"shard {shard}", indices)
-        weighted = loss if is_sum else loss * weight
         with self.trace.span("backward", shard=shard):
-            (job.scaler.scale(weighted) if job.scaler else weighted).backward()
+            self.scaling.backward(loss if is_sum else loss * weight)
         flat.gradients.note_left()
         self.values.note(named_buffers(job.model) if after else {})
 
@@ -221,11 +210,8 @@ class Shards:
         if trained == flat.trained:
             return
         if flat.shards_run:
-            names = [
-                name
-                for name, now, was in zip(flat.names, trained, flat.trained, strict=True)
-                if now != was
-            ]
+            names = [name for name, now, was in zip(flat.names, trained, flat.trained, strict=True)
+                     if now != was]
             raise RuntimeError(
                 f"requires_grad of {some(names)} differs between two shards of step "
                 f"{self.state.committed}, so the gradient would depend on the number of workers. "

@@ -164,6 +164,13 @@ class Step:
         self._worker.job.precision.end_forward()
         shard.backward(loss, count)
 
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss as the scaler scales it, for a backward pass of your own beside that of
+        step.backward: `step.scale(loss_of_real).backward()`. Without a scaler it is the loss."""
+        self._in_hand("scale()")
+        scaler = self._worker.job.scaler
+        return scaler.scale(loss) if scaler else loss
+
     def log(self, **sums: tuple[Any, Any]) -> None:
         """Add sums of the batch in hand to what the step logs: `step.log(acc=(hits, n))`.
 

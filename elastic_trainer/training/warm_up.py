@@ -39,6 +39,7 @@ from elastic_trainer.training.job import Job, has_batch_norm
 from elastic_trainer.training.losses import require_scalar
 from elastic_trainer.training.moves import Shard
 from elastic_trainer.training.reduce import Reducer
+from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.training.shard_sizes import fact_of, remedy_for
 from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, some
 from elastic_trainer.world.arithmetic import Arithmetic
@@ -68,9 +69,9 @@ class Warm:
 class WarmUp:
     """One worker's warm-up, and what it works on."""
 
-    def __init__(
-        self, job: Job, state: LiveState, flat: Flat, reducer: Reducer, replica: Replica
-    ):
+    def __init__(self, job: Job, state: LiveState, flat: Flat, reducer: Reducer, replica: Replica,
+                 scaling: Scaling):
+        self.scaling = scaling
         self.job, self.state, self.flat, self.reducer, self.replica = (
             job,
             state,
@@ -234,6 +235,7 @@ class WarmUp:
                     1.0
                 )  # so that also a `.grad.data.zero_()` is seen, which no version counts
             flat.gradients.open()
+            self.scaling.open()
             shard = Shard(
                 "the warm-up",
                 batch,
@@ -259,6 +261,7 @@ class WarmUp:
         scalar: Any = require_scalar(loss, self.job.words)  # torch has no types for its backward()
         losses.append(scalar)
         flat.gradients.check_untouched()
+        self.scaling.check()
         if not flat.gradients.isolates and not all(
             bool((gradient == 1).all()) for gradient in flat.sums.gradients
         ):
@@ -269,7 +272,7 @@ class WarmUp:
         for tensor in flat.sums.values():
             tensor.zero_()  # else the sums keep few bits of a small gradient
         with flat.gradients.without_sparse():
-            scalar.backward()
+            self.scaling.backward(scalar, is_scaled=False)
         flat.gradients.note_left()
 
     def _check_attributes(self) -> None:
