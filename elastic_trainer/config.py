@@ -44,6 +44,9 @@ ADASUM = (
     "reduce=\"exact\" or \"ring\", and a function of the step for the learning rate "
     "(linear_scaling).")
 
+HASH_SEED = {"PYTHONHASHSEED": "0"}
+"""For workers, unless the user or the run has another one: a set of texts then has one order in all
+processes of a run."""
 ALLOCATOR = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62), "MALLOC_ARENA_MAX": "1"}
 """Settings of glibc (mallopt(3)) for workers, unless the user sets them: the memory of large blocks
 is kept, in one heap for all threads. Horovod allocates the result of each alltoall and allgather in
@@ -202,6 +205,8 @@ class Launch:
     (state/configuration.py)."""
     allow_change: tuple[str, ...] = ()
     """Keys of the configuration, or settings of the optimizer, that may differ from the run's."""
+    hash_seed: str = ""
+    """PYTHONHASHSEED; "": the order of a set of texts is another one in each process."""
     resume_step: int = 0
     """The step of the newest checkpoint in the run's event log. Starting afresh would lose it."""
     revived_generation: int = 0
@@ -253,6 +258,7 @@ class Launch:
             configuration=env.get("ELASTIC_TRAINER_CONFIG", ""),
             allow_change=tuple(
                 filter(None, env.get("ELASTIC_TRAINER_ALLOW_CHANGE", "").split(","))),
+            hash_seed=env.get("PYTHONHASHSEED", "").replace("random", ""),
             resume_step=int(env.get("ELASTIC_TRAINER_RESUME_STEP", "0")),
             revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),
             revived_count=int(env.get("ELASTIC_TRAINER_REVIVED_COUNT", "0")),

@@ -37,7 +37,8 @@ POLL_S = 0.02
 PATIENT = "silence_s=8,gloo_s=16,driver_lost_s=6"
 """The time for which a healthy worker may be silent in a test, because its machine stalls. A bench
 measures with the defaults."""
-HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs")
+HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs",
+                "program_differs")
 
 
 SEATS = 3

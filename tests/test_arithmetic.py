@@ -3,6 +3,7 @@ world is refused, or logged."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,18 +21,23 @@ from elastic_trainer.world.arithmetic import (
 )
 
 SLOW = ("--steps", "60", "--step-s", "0.25")
-ODD = "127.0.0.4"
+ODD, OTHER_DATA = "127.0.0.4", "127.0.0.5"
 
 
 @pytest.mark.parametrize("policy", ["refuse", "warn"])
 def test_a_host_with_other_arithmetic_is_reported_before_it_enters(
         tmp_path: Path, twin_of: Callable[..., str], policy: str) -> None:
-    """Refused: it has no place, the rest goes on to the same bits. With `warn` it enters."""
+    """Refused: it has no place, the rest goes on to the same bits. With `warn` it enters. A host
+    with other data is refused in both cases, by the name of a sample."""
     options = [] if policy == "refuse" else ["--mixed-hardware", "warn"]
-    with Cluster(tmp_path, start_with=3, job=(*SLOW, "--odd-host", ODD),
+    with Cluster(tmp_path, hosts=5, start_with=3,
+                 job=(*SLOW, "--odd-host", ODD, "--odd-data", OTHER_DATA),
                  options=options) as cluster:
         cluster.wait_for_step(0)
         cluster.set_hosts(cluster.all_hosts)
+        [program] = cluster.wait_for("event", lambda: cluster.events("worker.program_differs"))
+        cluster.wait_for("exit", lambda: [e for e in cluster.events("driver.worker_gone")
+                                          if e["reason"] == "program_differs"])
         [differs] = cluster.wait_for("event", lambda: cluster.events("worker.arithmetic_differs"))
         if policy == "refuse":
             cluster.wait_for("exit", lambda: [e for e in cluster.events("driver.worker_gone")
@@ -43,6 +49,9 @@ def test_a_host_with_other_arithmetic_is_reported_before_it_enters(
         output = (tmp_path / "output.log").read_text()
         if policy == "refuse":
             cluster.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert (program["host"], program["parts"]) == (OTHER_DATA, ["samples", "batch"])
+    assert re.match(r"sample \d+, field `0`, position 0 has another value", program["differ"])
+    assert f"The worker on {OTHER_DATA} has other data" in output
     assert (differs["host"], differs["other_host"], differs["refused"]) == (ODD, "127.0.0.1",
                                                                             policy == "refuse")
     assert differs["differs"] == {}

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from elastic_trainer.config import Limits
-from elastic_trainer.launch.actions import Action, Differ, End, Form, Stop
+from elastic_trainer.launch.actions import Action, Differ, End, Form, OtherProgram, Stop
 from elastic_trainer.launch.membership import FAILED_RESTARTS, Membership
 from elastic_trainer.launch.roster import Phase, Worker
 from elastic_trainer.wire.heartbeat import Heartbeat, MachineFault, News
+from elastic_trainer.wire.proof import Leaf, Proof
 from elastic_trainer.world.arithmetic import Arithmetic
 
 
@@ -33,15 +34,18 @@ class Fleet:
     """How many steps a worker says that it has finished."""
     computes: dict[str, Arithmetic] = field(default_factory=dict)
     """How the workers of a host compute, where they say it."""
+    proves: dict[str, Proof] = field(default_factory=dict)
+    """What the workers of a host prove."""
     entered: dict[str, int] = field(default_factory=dict)
     """The generation that a worker was in last: there it has got the newest state."""
 
     def report(self, name: str, phase: str, **words: Any) -> None:
         worker = self.membership.workers[name]
         self.counts[name] = self.counts.get(name, 0) + 1
-        computes = self.computes.get(worker.host)
+        computes, proves = self.computes.get(worker.host), self.proves.get(worker.host)
         facts = {"generation": worker.generation, "unreachable": None if phase == "standby" else (),
                  "arithmetic": computes.to_dict() if computes else None,
+                 "proof": proves.to_dict() if proves else None,
                  "holds_state": name in self.state, "step": self.steps.get(name, 0)}
         output = Heartbeat(count=self.counts[name], phase=phase, **facts | words)
         self.membership.reported(name, self.now, output)
@@ -1003,3 +1007,53 @@ def test_a_large_world_has_fewer_heartbeats_and_as_much_patience(size: int, hold
         isinstance(action, Stop) and action.at_once for action in membership.decide(limit_s - 0.01))
     assert len([action for action in membership.decide(limit_s + 0.01)
                 if isinstance(action, Stop)]) == size
+
+
+# --- the dataset and the program of a worker ------------------------------------------------------
+
+def proof(token: str = "5a", **more: Any) -> Proof:
+    """Return the proof of a worker whose sample 7 has this token."""
+    leaf = Leaf("list of int", (2,), token, f"AA{token}")
+    return Proof(length=40, samples={"7": {"input_ids": leaf}}, **more)
+
+
+def test_the_run_ends_with_the_users_error_when_its_first_workers_have_other_data() -> None:
+    """Nothing shows which of them is right, so no other attempt follows; the sample is named."""
+    f = fleet("abc")
+    f.proves = {"a": proof(), "b": proof(), "c": proof("7f")}
+    f.run(50)
+    [end] = [action for action in f.acted if isinstance(action, End)]
+    assert end.verdict == "user_error" and not [a for a in f.acted if isinstance(a, Form)]
+    assert "sample 7, field `input_ids`, position 1 has another value" in end.detail
+    assert "The worker on c" in end.detail and "--allow-change samples" in end.detail
+
+
+def test_a_newcomer_with_other_data_gets_no_place_and_the_others_go_on() -> None:
+    """Its host is tried again later and later, and the run has its first workers' proof also when
+    they are gone."""
+    f = fleet("ab")
+    f.proves = {"a": proof(), "b": proof(), "c": proof("7f"), "d": proof()}
+    f.run(20)
+    f.membership.hosts_listed({"a": 1, "b": 1, "c": 1, "d": 1})
+    f.run(seconds=500)
+    told = [action for action in f.acted if isinstance(action, OtherProgram)]
+    assert [(one.host, one.parts) for one in told] == [("c", ("samples",))] * len(told)
+    assert [round(one.kept_out_s) for one in told[:3]] == [60, 120, 240]
+    assert sorted(f.world()) == ["a", "b", "d"]
+
+
+@pytest.mark.parametrize(("theirs", "allowed"), [
+    (proof("7f"), ("samples",)), (proof(weights=9), ()), (proof(hash_seed="5"), ()),
+    (proof(optimizer={"optimizer.lr": "0.2"}), ("training.lr",)), (None, ())],
+    ids=["allowed", "weights", "hash seed", "an option that may change", "no proof"])
+def test_a_newcomer_gets_a_place_when_what_differs_may_differ(
+        theirs: Proof | None, allowed: tuple[str, ...]) -> None:
+    """--allow-change names a part, or an option of the optimizer; weights are received."""
+    f = fleet("ab")
+    f.membership.programs.allowed = allowed
+    f.proves = {"a": proof(optimizer={"optimizer.lr": "0.1"} if "training.lr" in allowed else {})}
+    f.proves |= {"b": f.proves["a"]} | ({"c": theirs} if theirs else {})
+    f.run(20)
+    f.membership.hosts_listed({"a": 1, "b": 1, "c": 1})
+    f.run(200)
+    assert len(f.membership.roster.members) == 3

@@ -93,7 +93,7 @@ class Grows(Model):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("after", "error", "named"), [
     (0, ConfigError, r"changed the buffers 2\.seen \(shape \(1,\), now \(2,\)\)\. .*largest size"),
-    (2 + 4 + 2, RuntimeError,
+    (4 + 4 + 2, RuntimeError,
      r"changed the buffers 2\.seen \(shape \(1,\), now \(2,\)\) in step 1\. .*largest size"),
 ],
                          ids=["in the first pass", "in the second step"])
@@ -121,7 +121,7 @@ def test_a_buffer_that_appears_during_training_is_an_error() -> None:
             return x
 
     with pytest.raises(RuntimeError, match=r"2\.cache \(new\) in step 0"):
-        trained(built(Sudden(4, False)))
+        trained(built(Sudden(6, False)))
 
 
 class Scaled(Model):

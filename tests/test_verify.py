@@ -105,7 +105,12 @@ class Story:
     def _generation(self, size: int, source: str, *, redone: bool = False) -> None:
         self.generation, self.size = self.generation + 1, size
         place = {"generation": self.generation, "size": size}
-        self.say("driver.generation_formed", **place, hosts=[], reason="lost")
+        workers = [f"a/0/{number}" for number in range(size)]
+        for worker in workers:
+            self.say("worker.program_proved", worker=worker, proof="5a")
+        self.say("driver.generation_formed", **place, hosts=[], reason="lost", workers=workers)
+        if source == "checkpoint":
+            self.say("run.program_proved", step=self.steps)
         if redone:
             self.say("worker.step_redone", generation=self.generation, step=self.steps)
         self.say("worker.generation_started",

@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ class Index:
     facts: dict[str, Any] = field(default_factory=dict)
     arrays: dict[str, numpy.ndarray] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """The identity of an index: the same in every process that reads the same samples."""
         return hashlib.sha256(self.body()).hexdigest()
@@ -105,7 +106,9 @@ def unpacked(data: bytes, where: str, folder: str, kind: Kind) -> Index:
     try:
         if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
             raise Flawed("its sum or its version is another one")
-        return _checked(body, folder, kind)
+        found = _checked(body, folder, kind)
+        vars(found)["sha256"] = digest.hex()  # of many bytes
+        return found
     except Flawed as error:
         raise ConfigError(f"the index {where} is damaged or is of another version ({error}). Build "
                           f"it again: elastic-trainer index --rebuild URL…") from error

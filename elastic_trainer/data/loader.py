@@ -14,7 +14,7 @@ What always holds:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +25,12 @@ import torch.utils.data._utils.pin_memory as torch_pin
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.batches import fetch, to_device
+from elastic_trainer.data.leaves import drawn_twice
 from elastic_trainer.data.loader_pool import Pool
-from elastic_trainer.data.loader_process import Key, Recipe, Work
+from elastic_trainer.data.loader_process import DRAWN, Key, Recipe, Work
 from elastic_trainer.data.seeds import seed_cpu, seed_everything, seed_of
 from elastic_trainer.schedule import Schedule, sample_seed
+from elastic_trainer.wire.proof import Values
 
 pin: Any = torch_pin  # as DataLoader does; it has no types
 MOST_WRAPPED = 4
@@ -121,6 +123,19 @@ class Reader:
         if self.seeds_samples:
             seed_everything(seed)
         return found
+
+    def drawn(self, number: int, following: Sequence[int] = ()) -> Values:
+        """Return the digests of a sample, drawn twice with its own random state. Loader processes
+        draw the following ones meanwhile."""
+        key = DRAWN, number
+        self.start()
+        if self._pool:
+            ahead = ((DRAWN, one) for one in following)
+            found: Values = self._pool.take(key, ahead, lambda: None)
+            return found
+        _, seed = self.recipe(key)
+        with one_thread():
+            return drawn_twice(self.dataset, number, lambda: seed_cpu(sample_seed(seed, 0)))
 
     def take(self, key: Key, ahead: Iterable[Key] = (),
              check: Callable[[], None] = lambda: None,
@@ -227,6 +242,8 @@ class ShardRecipe:
     schedule: Schedule
 
     def __call__(self, key: Key) -> tuple[numpy.ndarray, int]:
+        if key[0] == DRAWN:
+            return numpy.array(key[1:]), seed_of(self.schedule, 0, 0, 0)
         step, phase, shard, *most = key
         indices = self.schedule.shard_samples(step, shard)
         return indices[:most[0]] if most else indices, seed_of(self.schedule, step, shard, phase)

@@ -39,10 +39,12 @@ import torch
 import torch.utils.data._utils.worker as torch_worker
 
 from elastic_trainer.data.batches import fetch
+from elastic_trainer.data.leaves import drawn_twice
 from elastic_trainer.data.seeds import seed_cpu
 from elastic_trainer.data.transport import packed, unpacked
 from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.schedule import sample_seed
+from elastic_trainer.wire.proof import Values
 
 MESSAGE_BYTES = 4096
 RING = 4096
@@ -52,6 +54,8 @@ OOM_SCORE = "500"
 than the worker, and it is started again."""
 Key = tuple[int, ...]
 """What a request asks for, e.g. (step, phase, shard)."""
+DRAWN = -1
+"""The first number of a request for the digests of one sample (leaves.py), not for a batch."""
 Recipe = Callable[[Key], tuple[numpy.ndarray, int]]
 """Returns the samples of a request, and its seed."""
 
@@ -248,9 +252,14 @@ def answer(work: Work, board: Board, slot: int, number: int, key: Key) -> tuple[
         board.note(slot, number, sample)
         seed_cpu(sample_seed(seed, place))
 
+    def drawn(sample: int) -> Values:
+        return drawn_twice(work.dataset, sample, lambda: before(0, sample))
+
     try:
         indices, seed = work.recipe(key)
         before(0, -1 if not len(indices) else int(indices[0]))
+        if key[0] == DRAWN:
+            return "batch", packed(drawn(int(indices[0])))
         return "batch", packed(fetch(work.dataset, indices, work.collate, before))
     except Dropped:
         return "dropped", None

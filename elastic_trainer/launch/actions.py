@@ -57,9 +57,25 @@ class Differ:
     differ: dict[str, tuple[str, str]]
     """Name of a fact → (the newcomer's value, the world's)."""
     is_arithmetic: bool
-    """False: the weights as built, or the first samples, differ. That is allowed."""
+    """False: the weights as built differ. That is allowed."""
     is_refused: bool
     kept_out_s: float
 
 
-Action = Start | Stop | Form | End | Differ
+@dataclass(frozen=True)
+class OtherProgram:
+    """Report a worker that has other data, or another program, than the run."""
+
+    worker: str
+    host: str
+    other_host: str
+    """The host whose worker gave the proof of the run."""
+    differ: str
+    """What differs, as a sentence."""
+    remedy: str
+    parts: tuple[str, ...]
+    kept_out_s: float
+    """0: the run ends."""
+
+
+Action = Start | Stop | Form | End | Differ | OtherProgram

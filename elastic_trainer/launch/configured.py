@@ -35,8 +35,10 @@ def add_options(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None
                              "command, other sections are the script's (configuration())")
     parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
                         help="set a value of the configuration, as TOML: --set training.lr=0.1")
-    parser.add_argument("--allow-change", metavar="SECTION.KEY", action="append", default=[],
-                        help="let a resumed run have another value, which changes its bits")
+    parser.add_argument("--allow-change", metavar="SECTION.KEY|PART", action="append", default=[],
+                        help="let a resumed run have another value, or other data or another "
+                             "program (samples, batch, modules, optimizer, …), which changes its "
+                             "bits")
 
 
 def read(argv: list[str], env: Mapping[str, str]) -> Configuration:

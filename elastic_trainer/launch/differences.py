@@ -1,4 +1,5 @@
-"""Reports to people that workers on two hosts do not compute, or do not hold, the same bits.
+"""Reports to people that workers on two hosts do not have the same program, or do not compute, or
+do not hold, the same bits.
 
 membership (Differ, exits) → here → event log, stderr
 """
@@ -8,14 +9,15 @@ from __future__ import annotations
 import sys
 import time
 
-from elastic_trainer.launch.actions import Differ, Stop
+from elastic_trainer.launch.actions import Differ, OtherProgram, Stop
 from elastic_trainer.launch.roster import Roster
 from elastic_trainer.observe.events import Events
+from elastic_trainer.wire.plain import plain
 from elastic_trainer.world.arithmetic import advice
 
-AS_BUILT = ("The weights as built, or the first samples, differ. A newcomer receives the world's "
-            "weights, so nothing is wrong. Set torch's seed before the model is built, and the "
-            "workers' gradients can be compared.")
+AS_BUILT = ("The weights as built differ. A newcomer receives the world's weights, so it trains on "
+            "the same ones. Set torch's seed before the model is built, and the workers' gradients "
+            "can be compared.")
 
 
 class Differences:
@@ -24,8 +26,11 @@ class Differences:
     def __init__(self, events: Events):
         self._events, self._has_logged_built = events, False
 
-    def report(self, found: Differ) -> None:
+    def report(self, found: Differ | OtherProgram) -> None:
         """Log that a newcomer computes other bits than the world, or was built with others."""
+        if isinstance(found, OtherProgram):
+            self._report_program(found)
+            return
         both = {"host": found.host, "newcomer": found.worker, "other_host": found.other_host}
         if not found.is_arithmetic:
             if not self._has_logged_built:
@@ -42,6 +47,19 @@ class Differences:
             print(f"elastic-trainer: The worker on {found.host} computes other bits than the one "
                   f"on {found.other_host} ({facts or 'no name differs'}), and gets no place. "
                   f"{meaning}", file=sys.stderr)
+
+    def _report_program(self, found: OtherProgram) -> None:
+        """Log that a worker has other data, or another program, than the run."""
+        self._events.emit("worker.program_differs", host=found.host, newcomer=found.worker,
+                          other_host=found.other_host, parts=list(found.parts),
+                          differ=found.differ, meaning=found.remedy,
+                          kept_out_s=round(found.kept_out_s, 1))
+        if found.kept_out_s:
+            print(plain(
+                f"elastic-trainer: The worker on {found.host} has other data, or another program, "
+                f"than the run, and gets no place: {found.differ}. {found.remedy} The other "
+                f"workers go on, and the host is tried again after {found.kept_out_s:.0f} s."),
+                file=sys.stderr)
 
     def report_stop(self, stop: Stop, roster: Roster) -> None:
         """Log that a host is kept out if its worker is ended because it has reported other bits."""

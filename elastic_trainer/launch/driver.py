@@ -39,11 +39,21 @@ from elastic_trainer.config import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_USER_ERROR,
+    HASH_SEED,
     Limits,
 )
 from elastic_trainer.host.crash import FAULTHANDLER
-from elastic_trainer.launch.actions import Action, Differ, End, Form, Start, Stop
+from elastic_trainer.launch.actions import (
+    Action,
+    Differ,
+    End,
+    Form,
+    OtherProgram,
+    Start,
+    Stop,
+)
 from elastic_trainer.launch.addresses import Locations, own_address
+from elastic_trainer.launch.configured import ALLOW_VARIABLE
 from elastic_trainer.launch.desk import Hooks, MessageDesk
 from elastic_trainer.launch.differences import Differences
 from elastic_trainer.launch.discovered import DISCOVERY_EVERY_S, DISCOVERY_FAILS, Discovery
@@ -106,6 +116,7 @@ def membership_of(settings: Any, env: dict[str, str]) -> Membership:
         settings.num_proc, settings.min_num_proc, settings.max_num_proc,
         limits=Limits.from_environment(env), wait_s=settings.elastic_timeout,
         refuses_mixed=env.get("ELASTIC_TRAINER_MIXED_HARDWARE", "refuse") != "warn",
+        allow_change=tuple(filter(None, env.get(ALLOW_VARIABLE, "").split(","))),
         has_trained=bool(number_in(env, "RESUME_STEP") or number_in(env, "LOST_ATTEMPTS")))
 
 
@@ -275,7 +286,7 @@ class MendedDriver:
                 self._stop(action)
             case Form():
                 self._form(action)
-            case Differ():
+            case Differ() | OtherProgram():
                 self.differences.report(action)
             case End():
                 self.ended = action
@@ -283,7 +294,7 @@ class MendedDriver:
     def _start(self, start: Start) -> None:
         assert self.server is not None
         is_remote = not self.locations.is_here[start.host]
-        env = ALLOCATOR | FAULTHANDLER | self.env | worker_environment(
+        env = ALLOCATOR | HASH_SEED | FAULTHANDLER | self.env | worker_environment(
             start, self.address, self.server.server_port, self.key)
         try:
             command = through_shim(self.command, env, not is_remote)

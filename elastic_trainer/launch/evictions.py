@@ -162,7 +162,10 @@ def compare(roster: Roster, newcomers: Sequence[Worker], model: Worker, now: flo
             kept_out_s = host.not_before - now
             worker.phase, worker.ended_by = Phase.GONE, "arithmetic_differs"
             actions.append(Stop(worker.name, worker.ended_by, at_once=False))
-        if is_other or mine.inputs != worlds.inputs:
+        proofs = worker.proof, model.proof
+        has_other_weights = (proofs[0].weights != proofs[1].weights if proofs[0] and proofs[1] else
+                             mine.inputs != worlds.inputs)
+        if is_other or has_other_weights:
             differ = facts_that_differ(mine, worlds)
             actions.append(Differ(worker.name, worker.host, model.host, differ, is_other,
                                   is_refused, kept_out_s))

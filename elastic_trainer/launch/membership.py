@@ -27,7 +27,7 @@ gets a new worker after a back-off, which costs the others nothing since (1).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +35,12 @@ from elastic_trainer.config import Limits
 from elastic_trainer.launch import evictions
 from elastic_trainer.launch.actions import Action, End, Start
 from elastic_trainer.launch.blame import Blame
+from elastic_trainer.launch.programs import Programs
 from elastic_trainer.launch.reached import of_most
 from elastic_trainer.launch.roster import Phase, Roster, Worker, loud
 from elastic_trainer.launch.rounds import Rounds
 from elastic_trainer.wire.heartbeat import Heartbeat, News, Seat
+from elastic_trainer.wire.proof import Proof
 from elastic_trainer.world.arithmetic import Arithmetic
 
 DRIVER_GAP_S = 1.0
@@ -55,11 +57,13 @@ class Membership:
 
     def __init__(self, first_workers: int, min_workers: int, max_workers: int | None, *,
                  limits: Limits | None = None, refuses_mixed: bool = True,
-                 has_trained: bool = False, wait_s: float | None = None):
+                 has_trained: bool = False, wait_s: float | None = None,
+                 allow_change: Collection[str] = ()):
         self.limits = limits or Limits()
         self.roster = Roster()
+        self.programs = Programs(allow_change)
         self.rounds = Rounds(self.roster, self.limits, first_workers, min_workers, max_workers,
-                             refuses_mixed, wait_s)
+                             refuses_mixed, wait_s, self.programs)
         self.blame = Blame(self.roster, self.limits.settle_s, has_trained)
         self.state_exists = False
         """A worker has held the run's state in this attempt."""
@@ -91,6 +95,7 @@ class Membership:
             return False
         worker.count, worker.heard_at = heartbeat.count, now
         worker.arithmetic = worker.arithmetic or Arithmetic.from_dict(heartbeat.arithmetic)
+        worker.proof = worker.proof or Proof.from_dict(heartbeat.proof)
         worker.step, worker.published = heartbeat.step, heartbeat.published
         worker.at = heartbeat.at if worker.is_credible(heartbeat) else None
         worker.drains = worker.drains or heartbeat.drains
@@ -172,10 +177,11 @@ class Membership:
 
     def _compare_newcomers(self, now: float) -> list[Action]:
         model = next((w for w in self.roster.current() if w.arithmetic), None)
+        actions = self.programs.newcomers(self.roster, self.roster.newcomers(), now)
         if model is None:
-            return []
-        return evictions.compare(self.roster, self.roster.newcomers(), model, now,
-                                 refuses_mixed=self.rounds.refuses_mixed)
+            return actions
+        return actions + evictions.compare(self.roster, self.roster.newcomers(), model, now,
+                                           refuses_mixed=self.rounds.refuses_mixed)
 
     def _start(self, now: float) -> list[Action]:
         """Start a worker in each listed slot that has none, unless its host is in a back-off."""

@@ -18,6 +18,7 @@ from operator import attrgetter
 
 from elastic_trainer.observe.mark import FORMING, PHASES
 from elastic_trainer.wire.heartbeat import At, Heartbeat
+from elastic_trainer.wire.proof import Proof
 from elastic_trainer.world.arithmetic import Arithmetic
 
 MAX_BACK_OFF_S = 60.0
@@ -86,6 +87,10 @@ class Worker:
     """The reason for which the driver has ended the worker, if it has."""
     arithmetic: Arithmetic | None = None
     """How the worker computes; None: not reported."""
+    proof: Proof | None = None
+    """That it has the run's dataset and program; None: not reported."""
+    is_proved: bool = False
+    """Its proof has been compared with the run's."""
     is_compared: bool = False
     """Its arithmetic has been compared with the world's."""
     has_exited: bool = False

@@ -8,11 +8,12 @@ roster → here → membership → Form, Stop, End
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic_trainer.config import Limits
 from elastic_trainer.launch.actions import Action, End, Form
 from elastic_trainer.launch.evictions import compare, strike
+from elastic_trainer.launch.programs import Programs
 from elastic_trainer.launch.roster import Phase, Roster, Worker
 from elastic_trainer.world.arithmetic import most_common
 
@@ -49,6 +50,7 @@ class Rounds:
     wait_s: float | None = None
     """The attempt ends after waiting this long for enough workers (horovodrun's
     --elastic-timeout); None: it waits without a limit."""
+    programs: Programs = field(default_factory=Programs)
     offer: Offer | None = None
     number: int = 0
     is_doubted: bool = False
@@ -187,6 +189,8 @@ class Rounds:
 
     def _compare_first(self, candidates: list[Worker], now: float) -> list[Action]:
         """Compare the candidates with most of them, where no member is there to compare with."""
+        if ended := self.programs.first(candidates):
+            return ended
         known = [w for w in candidates if w.arithmetic]
         if self.roster.current() or not known:
             return []

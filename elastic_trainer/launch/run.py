@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
-from elastic_trainer.config import ConfigError, unusable
-from elastic_trainer.host.modes import make_folder, private
+from elastic_trainer.config import HASH_SEED, ConfigError, unusable
+from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.host.terminal import terminal_of
 from elastic_trainer.launch import configured
@@ -19,6 +20,8 @@ from elastic_trainer.launch.run_options import Run, parse_run
 from elastic_trainer.state.configuration import VARIABLE
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
+HASH_SEED_FILE = "hash_seed"
+"""In the folder of a run: its PYTHONHASHSEED."""
 LAST_BYTES = 1 << 20
 LAST_LINES = 25
 """How much of the output is shown after a demo that failed."""
@@ -42,6 +45,7 @@ def run(argv: list[str]) -> int:
     os.environ["ELASTIC_TRAINER_TIMELINE"] = str(int(wanted.timeline))
     # The demo's terminal shows its progress, which redraws the screen.
     os.environ[TERMINAL] = "" if wanted.is_demo else terminal_of(0)
+    os.environ.update(hash_seed(wanted.run_dir, os.environ))
     os.environ[VARIABLE] = configured.for_workers(wanted.configuration)
     os.environ[configured.ALLOW_VARIABLE] = ",".join(wanted.allow_change)
     horovodrun_options = wanted.horovodrun()
@@ -88,6 +92,25 @@ def _train(wanted: Run, horovodrun_options: list[str]) -> int:
         print(*map(plain_output, last_printed(log_path)), sep="\n")
     print("weights", plain(result["weights_sha256"]))
     return exit_code
+
+
+def hash_seed(run_dir: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the PYTHONHASHSEED of a run: that of its first start. Disk: one small file."""
+    (name, usual), = HASH_SEED.items()
+    given, file = env.get(name, ""), run_dir / HASH_SEED_FILE
+    given = given if given.isdecimal() else usual
+    try:
+        kept = file.read_text().strip()
+    except FileNotFoundError:
+        write_text(file, f"{given}\n")
+        return {name: given}
+    if kept.isdecimal():
+        if env.get(name, kept) != kept:
+            print(f"elastic-trainer: {name} is {env[name]}, but the run began with {kept}, which "
+                  f"holds. For the other value, give the run another name (--run).",
+                  file=sys.stderr)
+        return {name: kept}
+    return {name: given}
 
 
 def prove_store(store: str) -> None:

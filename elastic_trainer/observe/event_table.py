@@ -82,6 +82,16 @@ _JOB = (
         sentences.settings_differ,
         remedy="Give the old value, or give the run a new name."),
     EventKind(
+        "job.program_changed", WARNING,
+        "A resumed run has other data, or another program, and --allow-change allows it.",
+        has(part=NAME, differ=TEXT), "{differ}, and --allow-change {part} allows it"),
+    EventKind(
+        "job.samples_random", WARNING,
+        "Fields of a sample are other ones when it is drawn again with the same random state. They "
+        "are left out of the proof.", has(fields=LIST),
+        "fields of a sample are random, whatever the seed: {fields}",
+        remedy="Draw from the default generators of torch, numpy or random."),
+    EventKind(
         "job.option_ignored", WARNING, "An option has no effect.",
         (*has(option=NAME, because=TEXT), *may_have(value=ANY)),
         "{option} {value} has no effect: {because}"),
@@ -178,9 +188,8 @@ _DRIVER = (
     EventKind(
         "driver.generation_formed", DETAIL,
         "The driver has given each member its place in a new world.",
-        (*reads(attempt=ATTEMPT, generation=WHOLE), *has(size=WHOLE, reason=one_of("start", "death",
-                                                                                   "change"),
-                                                         hosts=NAMES, workers=NAMES))),
+        (*reads(attempt=ATTEMPT, generation=WHOLE), *may_read(workers=NAMES),
+         *has(size=WHOLE, reason=one_of("start", "death", "change"), hosts=NAMES))),
     EventKind(
         "driver.step_reached", DETAIL,
         "More than half of the members have finished `steps` steps, and the newest checkpoint is "
@@ -342,6 +351,20 @@ _WORLD = (
         "to it (CVE-2024-10190).", (),
         "this horovodrun runs code that any client sends to it (CVE-2024-10190)",
         remedy="Run `elastic-trainer setup`, which builds the patched Horovod, on each host."),
+    EventKind(
+        "worker.program_differs", ERROR,
+        "A worker has other data, or another program, than the run. A newcomer gets no place; if "
+        "the first workers differ, the run ends (`kept_out_s` is 0).",
+        has(host=NAME, newcomer=NAME, other_host=NAME, parts=NAMES, differ=TEXT, meaning=TEXT,
+            kept_out_s=SECONDS),
+        "host {host}: a worker has other data or another program than the run: {differ}",
+        remedy="Give all workers the same data and code. `--allow-change PART` allows a part."),
+    EventKind(
+        "worker.program_proved", DETAIL,
+        "A worker has drawn samples of its dataset and described its program. It gets a place if "
+        "they are those of the run.",
+        (*reads(proof=NAME), *has(dataset_size=SAMPLES, samples=LIST, random=LIST),
+         *may_have(index=NAME))),
     EventKind(
         "worker.weights_differ_as_built", INFO,
         "A newcomer's weights differ as built. It receives the world's.",

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from elastic_trainer.observe.due import Due
 from elastic_trainer.observe.findings import Findings
 from elastic_trainer.observe.lineage import Checkpoints, Event, Lineage
+from elastic_trainer.observe.program_proofs import ProgramProofs
 from elastic_trainer.observe.schema import UNREADABLE, flaw
 from elastic_trainer.observe.sentences import count
 from elastic_trainer.observe.step_lines import StepLine, StepLines, is_about, is_same
@@ -27,6 +28,7 @@ class Judge:
         self.due = Due(self.findings)
         self.lineage = Lineage(self.findings)
         self.checkpoints = Checkpoints(self.findings, restored)
+        self.programs = ProgramProofs()
         self.left_out = 0
         """The number of malformed events whose kinds prove nothing."""
         self.kept, self.next = StepLines(), 0
@@ -80,6 +82,7 @@ class Judge:
     def generation_formed(self, event: Event) -> None:
         if self.lineage.enter_attempt_of(event):
             self.lineage.form(event["generation"])
+            self.programs.formed(event)
 
     def state_lost(self, event: Event) -> None:
         self._violate(f"after step {event['received_step']} rank {event['receivers']} received a "
@@ -106,6 +109,7 @@ class Judge:
         self.attempts += not lineage.has_generation
         self.generations += 1
         lineage.start_generation(event["generation"], event["size"], step)
+        self.programs.started(event, is_formed=lineage.formed is not None)
 
     def _check_start(self, event: Event, step: int) -> None:
         # The only worker that knew of the finished step may have died after it wrote the line. For
@@ -192,6 +196,7 @@ class Judge:
             generations=self.generations, repeated_lines=self.repeated_lines,
             steps_redone=len(self.redone), steps_rolled_back=self.rolled_back,
             finishes=tuple(self.finishes), violations=tuple(violations),
+            unproved=tuple(self.programs.lacking()) if self.kept else (),
             notes=(*notes, *self._last_notes()))
 
     def _last_notes(self) -> list[str]:
@@ -279,4 +284,6 @@ _READERS: dict[str, Callable[[Judge, Event], None]] = {
     "state.checkpoint_published": Judge.checkpoint_published,
     "worker.state_lost": Judge.state_lost,
     "run.finished": Judge.run_finished,
+    "run.program_proved": lambda judge, event: judge.programs.resumed(event),
+    "worker.program_proved": lambda judge, event: judge.programs.proved(event),
 }

@@ -45,6 +45,7 @@ from elastic_trainer.observe.fields import (
     one_of,
     reads,
 )
+from elastic_trainer.wire.proof import Proof
 
 __all__ = ["MAX_ERROR", "MAX_LINE_BYTES", "MAX_NAME", "MAX_PEERS", "REQUIRED", "UNREADABLE",
            "fields_of", "flaw", "flaw_of_message", "misfit", "parse", "parse_object"]
@@ -158,8 +159,10 @@ _HEARTBEAT = checked((
               published=WHOLE_OR_MINUS_ONE, differs=FLAG,
               at=Kind("what a worker's loop does", _is_at), hold_s=SECONDS, seen=NAME,
               arithmetic=Kind("the facts of a worker's arithmetic", _is_arithmetic),
+              proof=Kind("a worker's proof", lambda value: not value or (
+                  Proof.from_dict(value) is not None)),
               machine=Kind("the facts of a machine's fault", _is_machine_fault))))
-_NULLABLE = ("unreachable", "arithmetic", "machine", "at")
+_NULLABLE = ("unreachable", "arithmetic", "proof", "machine", "at")
 _LINE = Kind("a text", lambda value: type(value) is str)
 _CARRIED_LINE = checked(reads(worker=NAME, courier=NAME, number=WHOLE, line=_LINE))
 

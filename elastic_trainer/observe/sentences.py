@@ -78,6 +78,8 @@ ENDINGS = {
     "user_error": Ending("the user's code raised", "ended: the user's code raised"),
     "arithmetic_differs": Ending("it computes other bits than the world, and was refused",
                                  "was refused: it computes other bits than the world"),
+    "program_differs": Ending("it has other data, or another program, than the run, and was "
+                              "refused", "was refused: it has other data or another program"),
     "crashed": _lost("the process died", "crashed"),
     "machine_failed": _lost("the user's code met a fault of the machine",
                             "left: its machine has a fault"),

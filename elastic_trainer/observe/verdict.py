@@ -38,20 +38,23 @@ class Verdict:
     left_out: tuple[str, ...] = ()
     """The segments of the log that are missing or cannot be read. The violations may come from the
     lines that they lack."""
+    unproved: tuple[str, ...] = ()
+    """What the event log neither proves nor contradicts."""
 
     @property
     def is_proved(self) -> bool:
-        return not (self.violations or self.left_out)
+        return not (self.violations or self.left_out or self.unproved)
 
     def sentences(self, *, most: int = 20) -> list[str]:
         """Return what was proved, or what was violated, and the notes; at most `most` of each."""
-        if self.is_proved:
-            found = self._proofs()
-        elif self.left_out:
+        if self.left_out:
             found = _first(most, "not proved", (*self.left_out, *self.violations))
-        else:
+        elif self.violations:
             found = _first(most, "violated", self.violations)
-        return found + _first(most, "note", self.notes)
+        else:
+            found = self._proofs()
+        return (found + _first(most, "not proved", self.unproved)
+                + _first(most, "note", self.notes))
 
     def _proofs(self) -> list[str]:
         due = "" if self.steps_due is None else f" of {self.steps_due}"
@@ -59,11 +62,15 @@ class Verdict:
         generations = count(self.generations, "generation")
         epochs = (count(self.whole_epochs, "whole epoch") if self.whole_epochs
                   else "no whole epoch yet")
+        label = "proved" if self.is_proved else "counted"
+        programs = ["proved: each worker, and each start from a checkpoint, had the run's dataset "
+                    "and program."] if self.is_proved else []
         return [
-            f"proved: {self.samples} samples in {self.steps}{due} steps, each counted exactly "
+            f"{label}: {self.samples} samples in {self.steps}{due} steps, each counted exactly "
             f"once.",
-            f"proved: {epochs}; a whole one has every sample of the dataset once.",
-            f"proved: one lineage through {attempts} and {generations}.",
+            f"{label}: {epochs}; a whole one has every sample of the dataset once.",
+            f"{label}: one lineage through {attempts} and {generations}.",
+            *programs,
             f"done again: {self.steps_redone} in flight, {self.steps_rolled_back} since a "
             f"checkpoint.",
         ]

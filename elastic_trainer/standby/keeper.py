@@ -53,7 +53,7 @@ from typing import IO, Any
 
 import psutil
 
-from elastic_trainer.config import ALLOCATOR
+from elastic_trainer.config import ALLOCATOR, HASH_SEED
 from elastic_trainer.host.crash import FAULTHANDLER
 from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.host.standbys import socket_of
@@ -120,7 +120,8 @@ class Keeper:
         self.path = socket_of(folder, command_name(command, os.getcwd()), os.getpid())
         self.printed: IO[bytes] = tempfile.TemporaryFile()
         self.worker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.env = ALLOCATOR | FAULTHANDLER | os.environ | {"PYTHONUNBUFFERED": "1"}
+        self.env = (ALLOCATOR | HASH_SEED | FAULTHANDLER | os.environ
+                    | {"PYTHONUNBUFFERED": "1"})
         self.program = stamps([shutil.which(command[0]) or command[0], *command[1:2]])
         """The program and, perhaps, its script: a wrapper script is no module."""
         self.began_ns = time.time_ns()
@@ -219,7 +220,8 @@ class Keeper:
             is_ours = struct.unpack("3i", credentials)[1] == os.getuid()
             if not is_ours or message != b"take" or len(descriptors) != 4:
                 return False
-            wanted = ALLOCATOR | FAULTHANDLER | read_environment(descriptors[0])
+            wanted = (ALLOCATOR | HASH_SEED | FAULTHANDLER
+                      | read_environment(descriptors[0]))
             if names := differing(self.env, wanted, self.command[0]):
                 shim.send(f"it was booted with other values of {', '.join(names)}".encode()[:1000])
                 return False

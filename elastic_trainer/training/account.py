@@ -26,13 +26,16 @@ from elastic_trainer.state.stores import open_store
 from elastic_trainer.training.apply import StepEnd
 from elastic_trainer.training.configured import allowed_settings, compared, hold_given
 from elastic_trainer.training.job import Job
+from elastic_trainer.training.proving import remarks_on_random
 from elastic_trainer.training.settings import (
+    PROOF,
     Remark,
     remarks_on_sparse,
     remarks_on_workers,
     schedule_differs,
     settle,
 )
+from elastic_trainer.wire.proof import Proof, differences, refused, remedy, sentence
 from elastic_trainer.world.arithmetic import (
     Arithmetic,
     advice,
@@ -53,6 +56,11 @@ class Account:
                  every: Cadence):
         self.job, self.state, self.launch, self.events = job, state, launch, events
         self.reduce, self.every = reduce, every
+        self._proof: Proof | None = None
+        """That of this worker; None: it has none."""
+        self._is_proof_logged = False
+        self._found: list[Remark] = []
+        """Remarks on what the warm-up has found."""
 
     def steps_due(self) -> int:
         """Return how many steps the run has: fewer than planned if the user's code has asked to
@@ -81,7 +89,7 @@ class Account:
         if rank == 0 and not self.launch.driver:  # no launcher logs this attempt
             self.events.emit("run.started", options={}, versions=versions())
             self.events.emit("attempt.started")
-        for remark in (*self.job.remarks, *remarks_on_sparse(sparse)):
+        for remark in (*self.job.remarks, *self._found, *remarks_on_sparse(sparse)):
             self.remark(remark, rank)
 
     def describe(self) -> None:
@@ -103,6 +111,7 @@ class Account:
 
     def enter(self, world: World) -> None:
         """Log the job, at the beginning of a generation."""
+        self._log_proof()
         if world.rank != 0:
             return
         self.describe()
@@ -131,11 +140,51 @@ class Account:
             loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5), **metrics,
             **skipped, **more)
 
+    def prove(self, proof: Proof | None, settings: dict[str, Any]) -> None:
+        """Log the proof of this worker, and keep it in the settings that its checkpoints have."""
+        assert proof
+        settings[PROOF] = proof.to_dict()
+        self._found, self._proof = remarks_on_random(proof), proof
+        if self.launch.driver:  # it names the members before they enter
+            self._log_proof()
+
+    def _log_proof(self) -> None:
+        """Log the proof of this worker, once."""
+        if (proof := self._proof) and not self._is_proof_logged:
+            self._is_proof_logged = True
+            self.events.emit(
+                "worker.program_proved", proof=proof.digest, dataset_size=proof.length,
+                samples=[int(number) for number in proof.samples], index=proof.index[:16],
+                random=proof.random)
+
+    def _compare_program(self, step: int, rank: int) -> None:
+        """Log that the run has the dataset and the program of its checkpoint. Raises ConfigError
+        for a difference that is not allowed."""
+        mine, runs = self._proof, Proof.from_dict(self.state.settings.get(PROOF))
+        if mine is None or runs is None:  # written by an older version
+            return
+        found = differences(mine, runs, is_resumed=True)
+        allowed = self.launch.allow_change
+        if wrong := refused(found, allowed):
+            raise ConfigError(
+                f"the run is resumed with other data, or another program, than that of its "
+                f"checkpoint of step {step} (\"the run\"): {sentence(wrong)}. "
+                f"{remedy(wrong, mine, runs)}")
+        if rank == 0:
+            self.events.emit("run.program_proved", step=step, proof=mine.digest,
+                             run_proof=runs.digest, allowed=[one.text for one in found])
+        for part in dict.fromkeys(one.part for one in found):
+            text = sentence([one for one in found if one.part == part])
+            self.remark(Remark("job.program_changed", f"{text}. --allow-change {part} allows it.",
+                               {"part": part, "differ": text}), rank)
+
     def resumed(self, step: int, built: dict[str, Any], rank: int) -> None:
         """Log where the settings of a resumed run differ from those it was built with now, and
-        which hold. Raises ConfigError for a change of the configuration that is not allowed."""
+        which hold. Raises ConfigError for a change of the configuration, of the data or of the
+        program that is not allowed."""
         state, job = self.state, self.job
         of_configuration = compared(state.settings, built, self.launch)
+        self._compare_program(step, rank)
         allowed = allowed_settings(state.settings, built, self.launch.allow_change)
         hold_given(allowed, job.optimizer, state.rates)
         remarks, state.settings = settle(state.settings, built, job.words.rate, allowed)

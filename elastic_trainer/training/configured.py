@@ -150,8 +150,8 @@ def allowed_settings(run: Mapping[str, Any], built: Mapping[str, Any],
     """Return the settings of the optimizer that the user lets change: their last names are those of
     allowed keys (training.lr: optimizer.lr)."""
     names = {key.rpartition(".")[2] for key in allow_change}
-    return {key: value for key, value in built.items()
-            if key.startswith("optimizer.") and key.rpartition(".")[2] in names
+    return {key: value for key, value in built.items() if key.startswith("optimizer.")
+            and (key.rpartition(".")[2] in names or "optimizer" in allow_change)
             and key in run and run[key] != value}
 
 

@@ -113,6 +113,8 @@ class Job:
     """The values of the run's configuration by full keys; empty: it has none."""
     remarks: tuple[Remark, ...] = ()
     """Remarks for a person, logged at the start of each attempt."""
+    built: dict[str, dict[str, str]] = field(default_factory=dict)
+    """The model as the script has built it (proving.py)."""
 
     @property
     def buffers(self) -> BufferRules:

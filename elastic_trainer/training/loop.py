@@ -129,9 +129,9 @@ class Loop:
     def _warm_up(self) -> Generator[Move, None, None]:
         warm = yield from self.warm_up.run(is_exact=self.reduce == "exact")
         self.generations.arithmetic, self._shard_s = warm.arithmetic, warm.shard_s
-        if self.checkpointing.checkpoints:
-            facts = self.checkpointing.checkpoints.publisher.facts
-            facts["arithmetic"] = warm.arithmetic.to_dict()
+        self.account.prove(warm.arithmetic.proof, self._settings)
+        if checkpoints := self.checkpointing.checkpoints:
+            checkpoints.publisher.facts["arithmetic"] = warm.arithmetic.to_dict()
 
     def _end_with(self, over: RunOver) -> None:
         """End as the driver has ended the attempt. Returns if the run is finished, else raises."""

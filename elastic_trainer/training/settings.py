@@ -160,6 +160,8 @@ OLDER = {"precision": "fp32", "predivide": 1.0, "bucket_bytes": BUCKET_BYTES}
 """The settings of runs whose checkpoints do not have them: of version 0.1."""
 CONFIGURATION = "configuration"
 """The setting that is the run's configuration, which configured.py compares."""
+PROOF = "proof"
+"""The setting that is the run's proof (wire/proof.py), which account.py compares."""
 RUN_HOLDS = ("optimizer.", "schedule.", "scaler.")
 """Settings that are in the state, so a checkpoint brings its own."""
 
@@ -200,7 +202,7 @@ def settle(run: dict[str, Any], given: dict[str, Any], rate: str = "schedule",
     kept = {key: value for key, value in run.items()
             if key.startswith(RUN_HOLDS) and key not in (allowed or {})}
     remarks = [_differs(key, run[key], given[key], "run" if key in kept else "given", rate)
-               for key in sorted(run.keys() & given.keys() - {CONFIGURATION})
+               for key in sorted(run.keys() & given.keys() - {CONFIGURATION, PROOF})
                if run[key] != given[key]]
     return remarks, {**given, **kept}
 

@@ -1,19 +1,23 @@
 """The warm-up: a worker tries some shards before it stands ready, and nothing of that remains.
 
-job → here (one shard twice, the smallest shard once; with torch.compile each size) → how this
-worker computes, how long a shard takes
+job → here (one shard twice, another one, the first one again, the smallest shard; with
+torch.compile each size) → how this worker computes, how long a shard takes, its proof
 
 What always holds:
 1. Weights, buffers, gradients and random numbers are afterwards as before. Buffers that the first
    forward pass makes are kept, if a second pass does not change them.
 2. It runs the user's code as a step does. So it finds out whether that code writes to `.grad`, to
    parameters, or to buffers that cannot be kept.
-3. If two runs of one shard give different bits, the worker reports no result of its arithmetic.
+3. A shard has the same bits when it is computed again, and after another shard. Else a value is
+   carried from one shard to the next, or the loss draws random numbers of its own: that is an
+   error. Where the machine itself may give other bits (`may_waver`), only a large difference of the
+   loss is one, and the worker reports no result of its arithmetic.
 4. With several optimizers it tries the first phase only (several.py).
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -33,11 +37,13 @@ from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training import compiled, probe
 from elastic_trainer.training.attributes_moved import require_same
+from elastic_trainer.training.carried import Tried, another, may_waver, require_same_result
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.gradients import GradientsWritten
 from elastic_trainer.training.job import Job, has_batch_norm
 from elastic_trainer.training.losses import require_scalar
 from elastic_trainer.training.moves import Shard
+from elastic_trainer.training.proving import Proving
 from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.training.shard_sizes import fact_of, remedy_for
@@ -52,9 +58,8 @@ for 122 MB on a hypervisor that gives pages one by one."""
 TRIED = "The batch was only tried (the warm-up), before the first step of this worker."
 ONE_VALUE = "Expected more than 1 value per channel"
 """The error of torch's BatchNorm (torch/nn/functional.py, _verify_batch_size)."""
-Trial = Generator[Shard, None, tuple[int, int]]
-"""Yields a shard; returns checksums of what went in (weights, samples) and of what came out (loss,
-gradient)."""
+Trial = Generator[Shard, None, Tried]
+"""Yields a shard; returns what it was."""
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,18 @@ class WarmUp:
         )
         self._left: dict[str, Any] | None = None
         """The attributes that the first shard has changed."""
+        self.proving = Proving(job, state)
 
     def run(self, is_exact: bool) -> Generator[Shard, None, Warm]:
-        """Run a shard of the first step twice, and as many samples as the smallest shard has."""
-        job = self.job
+        """Run a shard of the first step, once more, and after another one; and as many samples as
+        the smallest shard has."""
+        job, place = self.job, (0, self.job.schedule.first_shard(0))
         trained = self.flat.gradients.trained_now()
         self.state.begin()
-        first = job.schedule.shard_samples(0, job.schedule.first_shard(0))
+        first = job.schedule.shard_samples(*place)
         advice, programs = self._advice_on_one(len(first)), compiled.programs()
         try:
-            _, result = yield from self._try_shard(first, may_add_buffers=True, advice=advice)
+            before = yield from self._try_shard(first, place, may_add_buffers=True, advice=advice)
         except ValueError as error:
             if advice and ONE_VALUE in str(error):
                 raise ConfigError(advice) from error
@@ -100,11 +107,13 @@ class WarmUp:
         if is_laid_out_anew:
             self.reducer.lay_out(self.flat.trained)
         started = time.monotonic()
-        inputs, again = yield from self._try_shard(first, constant=new)
+        again = yield from self._try_shard(first, place, constant=new)
         shard_s = time.monotonic() - started  # the first time takes longer
-        results = (
-            {again} if new or is_laid_out_anew else {result, again}
-        )  # of sums with other statistics
+        tried = [again] if new or is_laid_out_anew else [before, again]  # else of other sums
+        if other := another(job.schedule, place):
+            yield from self._try_shard(job.schedule.shard_samples(*other), other)
+            tried.append((yield from self._try_shard(first, place)))
+        require_same_result(tried, may_waver(job.device), job.words)
         if job.schedule.smallest_shard < len(first):
             yield from self._try_smallest_shard(first[: job.schedule.smallest_shard])
         if compiled.programs() > programs:
@@ -116,16 +125,11 @@ class WarmUp:
         for tensor in self.flat.sums.values():
             tensor.zero_()
         self.flat.bind(self.flat.sums)
-        return Warm(
-            Arithmetic(
-                probe.program(job.device),
-                inputs,
-                results.pop() if len(results) == 1 else 0,
-                probe.facts(job.device),
-                is_exact,
-            ),
-            shard_s,
-        )
+        program, results = probe.program(job.device), {one.result for one in tried}
+        arithmetic = Arithmetic(program, again.inputs, results.pop() if len(results) == 1 else 0,
+                                probe.facts(job.device), is_exact,
+                                self.proving.proof(again.weights, program))
+        return Warm(arithmetic, shard_s)
 
     def _try_smallest_shard(self, indices: numpy.ndarray) -> Generator[Shard, None, None]:
         """Compute as many samples as the smallest shard of the run has. Else a loss that fails on
@@ -137,7 +141,8 @@ class WarmUp:
         needed = 2 if has_batch_norm(self.job.model) else schedule.global_batch // schedule.shards
         fact, remedy = fact_of(schedule), remedy_for(schedule, needed)
         try:
-            yield from self._try_shard(indices, advice=f"{fact}. {remedy}")
+            yield from self._try_shard(indices, (0, schedule.first_shard(0)),
+                                       advice=f"{fact}. {remedy}")
         except Exception as error:
             raise ConfigError(
                 f"{fact}, and on a shard of that size the loss raises {type(error).__name__}: "
@@ -151,7 +156,7 @@ class WarmUp:
         for size in sorted(schedule.shard_sizes - done):
             larger = next(shard for shard in range(schedule.shards)
                           if len(schedule.shard_positions(0, shard)) >= size)
-            yield from self._try_shard(schedule.shard_samples(0, larger)[:size])
+            yield from self._try_shard(schedule.shard_samples(0, larger)[:size], (0, larger))
 
     def _advice_on_one(self, samples: int) -> str:
         """Return the remedy if a BatchNorm fails on the first shard, because it is one sample."""
@@ -173,22 +178,23 @@ class WarmUp:
     def _try_shard(
         self,
         indices: numpy.ndarray,
+        place: tuple[int, int],
         *,
         may_add_buffers: bool = False,
         constant: Sequence[str] = (),
         advice: str = "",
     ) -> Trial:
-        """Run a shard of which nothing remains but a fact of the user's code: whether that
-        writes to `.grad`.
+        """Run the first samples of a shard, of which nothing remains but a fact of the user's code:
+        whether that writes to `.grad`. `place`: step and shard.
 
         Raises ConfigError for buffers that have moved, or are not as `constant` as they should be.
         """
         check = partial(self._check_buffers, may_add_buffers, constant)
         try:
-            return (yield from self._try_backward(indices, check, advice))
+            return (yield from self._try_backward(indices, place, check, advice))
         except GradientsWritten:
             self.flat.gradients.isolates = True
-            return (yield from self._try_backward(indices, check, advice))
+            return (yield from self._try_backward(indices, place, check, advice))
 
     def _check_buffers(self, may_add: bool, constant: Sequence[str]) -> None:
         before, after = self.state.buffers_before(), named_buffers(self.job.model)
@@ -216,16 +222,20 @@ class WarmUp:
             raise ConfigError(self.job.buffers.refusal(free, self.job.words.behind))
 
     def _try_backward(
-        self, indices: numpy.ndarray, check_buffers: Callable[[], None], advice: str
+        self, indices: numpy.ndarray, place: tuple[int, int], check_buffers: Callable[[], None],
+        advice: str
     ) -> Trial:
         flat, job = self.flat, self.job
         # On every worker the same: the results are compared. A buffer that is made now is as the
         # first shard makes it.
-        key = 0, 0, job.schedule.first_shard(0), len(indices)
+        key = place[0], 0, place[1], len(indices)
         # Anew: a loss may take it apart.
-        batch = job.readers.training.batch(job.schedule.shard_seed(0, 0), key, indices=indices)
+        batch = job.readers.training.batch(job.schedule.shard_seed(*place), key, indices=indices)
+        if place == (0, job.schedule.first_shard(0)) and (
+                len(indices) == len(job.schedule.shard_positions(*place))):
+            self.proving.note_batch(batch, indices.tolist())
         held = self.replica.all_parts()
-        inputs = fingerprint([held, batch])
+        weights, inputs = fingerprint(held), fingerprint([held, batch])
         losses: list[torch.Tensor] = []
         flat.shards_run = 0
         try:
@@ -249,7 +259,8 @@ class WarmUp:
             flat.close_shard()
             self._check_parameters(held)
             self._check_attributes()
-            return inputs, fingerprint([*losses, *flat.sums.values()])
+            loss = float(losses[0].detach()) if losses else math.nan
+            return Tried(inputs, fingerprint([*losses, *flat.sums.values()]), loss, weights)
         finally:
             self.state.reopen()
             flat.shards_run = 0

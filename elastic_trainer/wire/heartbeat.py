@@ -103,6 +103,9 @@ class Heartbeat:
     """The step of the newest checkpoint that it knows to be published; -1: it knows of none."""
     arithmetic: Mapping[str, Any] | None = None
     """How it computes (world/arithmetic.py); None: the driver has it, or it is not known yet."""
+    proof: Mapping[str, Any] | None = None
+    """That it has the run's dataset and program (proof.py); None: the driver has it, or it proves
+    nothing."""
     error: str = ""
     """The traceback of the user's own exception."""
     left: str = ""
@@ -124,12 +127,15 @@ class Heartbeat:
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON object, without the name of the worker."""
         fields = {name: value for name, value in vars(self).items()
-                 if name not in ("worker", "arithmetic", "error", "left", "machine", "time", "at")}
+                 if name not in ("worker", "arithmetic", "proof", "error", "left", "machine",
+                                 "time", "at")}
         fields["unreachable"] = None if self.unreachable is None else list(self.unreachable)
         if self.time is not None:
             fields["time"] = self.time
         if self.arithmetic is not None:
             fields["arithmetic"] = dict(self.arithmetic)
+        if self.proof is not None:
+            fields["proof"] = dict(self.proof)
         if self.error:
             fields["error"] = self.error
         if self.left:

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from elastic_trainer.wire.proof import Proof
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Arithmetic:
     """Names of processor, torch and so on, for people."""
     is_exact: bool = True
     """The run promises the same bits for every world."""
+    proof: Proof | None = field(default=None, compare=False)
+    """That the worker has the run's dataset and program; None: it proves nothing. It is sent by
+    itself."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON values."""

@@ -314,7 +314,7 @@ class Generations:
         began = time.monotonic()
         standings, source = self._exchange_standings(state), "memory"
         self.mixture.compare(self.world, [one.arithmetic for one in standings], self.arithmetic,
-                             is_logged=self.driver.compares_arithmetic())
+                             givers(standings), is_logged=self.driver.compares_arithmetic())
         paused_s = max((one.paused_ms / 1000 for one in standings if one.has_state),
                        default=began - self._left_at)
         if not has_state(standings):

@@ -1,4 +1,4 @@
-"""Compare the arithmetic of a generation's members, and log a drift that the user allows.
+"""Compare the members of a generation, and log a drift that the user allows.
 
 reconcile (each member's arithmetic) → here → vote, transfer: a difference is a fault or allowed
 
@@ -20,6 +20,7 @@ from elastic_trainer.world.arithmetic import (
     computes_otherwise,
     facts_that_differ,
 )
+from elastic_trainer.world.same_program import require_same_program
 
 
 class Peers(Protocol):
@@ -41,11 +42,15 @@ class Mixture:
         self._is_drift_logged = False
 
     def compare(self, world: Peers, members: Sequence[Arithmetic | None], mine: Arithmetic | None,
-                is_logged: bool) -> None:
-        """Compare the arithmetic of all members. All members call it.
+                holders: Sequence[int], is_logged: bool) -> None:
+        """Compare the arithmetic of all members, and their dataset and program. All members call
+        it.
 
-        `is_logged`: the driver compared them before it formed the generation, and logged it.
+        `holders` have the state. `is_logged`: the driver compared the members before it formed the
+        generation, and logged it. Raises ConfigError for another dataset or program.
         """
+        if mine and mine.proof and world.size > 1 and not is_logged:
+            require_same_program(world, mine.proof, holders, self._launch.allow_change)
         first = members[0]
         odd = [rank for rank, other in enumerate(members)
                if first and other and computes_otherwise(first, other)]

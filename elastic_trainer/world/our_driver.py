@@ -80,7 +80,8 @@ class OurDriver:
         self._reports.change(
             generation=self.generation, holds_state=holds_state, step=step,
             phase="waiting" if self.generation else "standby", meets_at_once=meets_at_once,
-            arithmetic=arithmetic.to_dict() if arithmetic else None)
+            arithmetic=arithmetic.to_dict() if arithmetic else None,
+            proof=arithmetic.proof.to_dict() if arithmetic and arithmetic.proof else None)
         self._heartbeats.start()
 
     def next_place(self, holds_state: bool, step: int) -> Place:
@@ -131,8 +132,11 @@ class OurDriver:
 
     def _ask(self, client: DriverClient, seen: str) -> News:
         """Send a heartbeat and wait for news. Raises DriverUnreachable."""
-        news = exchange(client, self._next_heartbeat(hold_s=self.limits.heartbeat_s, seen=seen))
+        heartbeat = self._next_heartbeat(hold_s=self.limits.heartbeat_s, seen=seen)
+        news = exchange(client, heartbeat)
         self._heard_at = time.monotonic()
+        if heartbeat.proof is not None:
+            self._reports.change(proof=None)  # the driver has it
         return news
 
     def _next_heartbeat(self, hold_s: float, seen: str) -> Heartbeat:

@@ -46,6 +46,8 @@ parser.add_argument("--odd-host",
 parser.add_argument("--optimizer", help="one of optimizers.KEPT, or Hidden")
 parser.add_argument("--ends-slowly", action="store_true",
                     help="the interpreter takes a minute to end, unless the test says hurry")
+parser.add_argument("--odd-data",
+                    help="the workers on this host, or on all, have the samples in another order")
 parser.add_argument("--iterator",
                     action="store_true",
                     help="train in a loop of the user's, and not by train()")
@@ -76,6 +78,8 @@ class Samples(torch.utils.data.Dataset):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
         self.points = torch.randn(1003, 20, generator=generator)
+        if options.odd_data and options.odd_data in ("all", os.environ.get("HOROVOD_HOSTNAME")):
+            self.points = self.points[torch.randperm(1003, generator=generator)]
         self.classes = self.points[:, :4].argmax(1)
         self.reads = 0
 

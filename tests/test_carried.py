@@ -1,0 +1,211 @@
+"""What a loop carries from one batch to the next outside of the state makes the result depend on
+the number of workers: the warm-up finds it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from elastic_trainer import Trainer
+from elastic_trainer.config import ConfigError
+
+Loss = Callable[[torch.nn.Module, Any, int], torch.Tensor]
+
+
+class Calls(torch.nn.Module):
+    """Scales by the number of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+
+class Cached(torch.nn.Module):
+    """Computes a factor once, the same from every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.factor is None:
+            self.factor = torch.arange(1.0, 5.0).cos()
+        return x * self.factor
+
+
+def mse(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return ((model(x) - y) ** 2).mean()
+
+
+def train(loss: Loss, *modules: torch.nn.Module, shards: int = 4, samples: int = 64) -> Trainer:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*modules, torch.nn.Linear(4, 8), torch.nn.Dropout(0.1),
+                                torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    data = torch.utils.data.TensorDataset(torch.randn(samples, 4), torch.randn(samples, 1))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), data,
+                      global_batch=16, shards=shards, until="2 steps")
+    for step in trainer:
+        for batch in step:
+            step.backward(loss(model, batch, step.number))
+    return trainer
+
+
+def counter() -> Loss:
+    kept = [0]
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        kept[0] += 1
+        return mse(model, batch) * (1 + kept[0] % 2)
+
+    return loss
+
+
+def of_three() -> Loss:
+    kept = [0]
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        kept[0] += 1
+        return mse(model, batch) * (1 + kept[0] % 3)
+
+    return loss
+
+
+def baseline() -> Loss:
+    kept = [0.0]
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        found = mse(model, batch)
+        moved = found * (found.detach() - kept[0])
+        kept[0] = 0.9 * kept[0] + 0.1 * found.item()
+        return moved
+
+    return loss
+
+
+def hidden() -> Loss:
+    kept = [torch.zeros(4)]
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        x, y = batch
+        now = mse(model, (x + kept[0], y))
+        kept[0] = x.mean(0).detach()
+        return now
+
+    return loss
+
+
+def bank() -> Loss:
+    kept: list[torch.Tensor] = []
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        kept.append(batch[0].mean())
+        return mse(model, batch) + 0.01 * torch.stack(kept).mean() * model(batch[0]).mean()
+
+    return loss
+
+
+def own_generator() -> Loss:
+    kept = torch.Generator().manual_seed(3)
+    return lambda model, batch, step: mse(model, batch) * torch.rand((), generator=kept)
+
+
+def own_numpy() -> Loss:
+    kept = numpy.random.default_rng(3)
+    return lambda model, batch, step: mse(model, batch) * float(kept.random())
+
+
+def first_is_other() -> Loss:
+    kept = [True]
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        was, kept[0] = kept[0], False
+        return mse(model, batch) * (0.1 if was else 1.0)
+
+    return loss
+
+
+def gradient_only() -> Loss:
+    kept = [0]
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        kept[0] += 1
+        found = mse(model, batch)
+        return found + kept[0] * (found - found.detach())
+
+    return loss
+
+
+CARRYING = [counter, of_three, baseline, hidden, bank, own_generator, own_numpy, first_is_other,
+            gradient_only]
+
+
+@pytest.mark.parametrize("carrying", CARRYING, ids=[one.__name__ for one in CARRYING])
+def test_a_value_that_a_loop_carries_is_an_error_when_a_batch_is_computed_again(
+        carrying: Callable[[], Loss]) -> None:
+    """It says what a loop may not carry, and where such a value belongs."""
+    with pytest.raises(ConfigError, match="carries a value from one batch to the next") as raised:
+        train(carrying())
+    assert "in state" in str(raised.value) and "number of workers" in str(raised.value)
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_value_that_a_module_carries_is_an_error_when_a_batch_is_computed_again(
+        shards: int) -> None:
+    """Also with one shard a step: the other one is of the next step then."""
+    with pytest.raises(ConfigError, match="carries a value"):
+        train(lambda model, batch, step: mse(model, batch), Calls(), shards=shards)
+
+
+def logging() -> Loss:
+    kept: list[float] = []
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        found = mse(model, batch)
+        kept.append(found.item())
+        return found
+
+    return loss
+
+
+def seeded() -> Loss:
+    return lambda model, batch, step: mse(model, batch) * (
+        1 + random.random() + float(numpy.random.rand()) + torch.rand(()))
+
+
+def of_the_step() -> Loss:
+    return lambda model, batch, step: mse(model, batch) * (1 + step % 2)
+
+
+@pytest.mark.parametrize("loss", [logging, seeded, of_the_step])
+def test_what_no_result_depends_on_may_be_carried(loss: Callable[[], Loss]) -> None:
+    """Counts for a log, the default generators, the number of the step, a cache that every batch
+    fills alike; and a run of one batch has no other one."""
+    assert train(loss(), Cached()).result.steps == 2
+    assert train(loss(), shards=1, samples=16).result.steps == 2
+
+
+@pytest.mark.parametrize(("share", "is_error"), [(1e-6, False), (0.1, True)])
+def test_rounding_is_not_taken_for_a_carried_value_when_the_machine_wavers(
+        share: float, is_error: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that add in no fixed order differ in the last bits. A large difference is carried."""
+    monkeypatch.setattr("elastic_trainer.training.warm_up.may_waver", lambda device: True)
+    noise = torch.Generator().manual_seed(1)
+
+    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+        return mse(model, batch) * (1 + share * torch.rand((), generator=noise))
+
+    if not is_error:
+        assert train(loss).result.steps == 2
+        return
+    with pytest.raises(ConfigError, match="carries a value"):
+        train(loss)
