@@ -1,6 +1,6 @@
 """All events: the one table in which they are declared.
 
-run_events, stall_events, fleet_events → here → schema (checks) → events (emission), report, verify,
+run_events, program_events, stall_events, fleet_events → here → schema (checks) → events (emission), report, verify,
 watch, the supervisor, docs/events.md, the tests
 
 What always holds:
@@ -46,6 +46,7 @@ from elastic_trainer.observe.fields import (
     reads,
 )
 from elastic_trainer.observe.fleet_events import DISCOVERY, REHEARSAL, STANDBYS
+from elastic_trainer.observe.program_events import PROGRAMS
 from elastic_trainer.observe.run_events import RUN, VERDICT
 from elastic_trainer.observe.stall_events import STALLS
 
@@ -81,16 +82,6 @@ _JOB = (
         (*has(key=NAME, holds=one_of("run", "given")), *may_have(run_value=ANY, given=ANY)),
         sentences.settings_differ,
         remedy="Give the old value, or give the run a new name."),
-    EventKind(
-        "job.program_changed", WARNING,
-        "A resumed run has other data, or another program, and --allow-change allows it.",
-        has(part=NAME, differ=TEXT), "{differ}, and --allow-change {part} allows it"),
-    EventKind(
-        "job.samples_random", WARNING,
-        "Fields of a sample are other ones when it is drawn again with the same random state. They "
-        "are left out of the proof.", has(fields=LIST),
-        "fields of a sample are random, whatever the seed: {fields}",
-        remedy="Draw from the default generators of torch, numpy or random."),
     EventKind(
         "job.option_ignored", WARNING, "An option has no effect.",
         (*has(option=NAME, because=TEXT), *may_have(value=ANY)),
@@ -352,20 +343,6 @@ _WORLD = (
         "this horovodrun runs code that any client sends to it (CVE-2024-10190)",
         remedy="Run `elastic-trainer setup`, which builds the patched Horovod, on each host."),
     EventKind(
-        "worker.program_differs", ERROR,
-        "A worker has other data, or another program, than the run. A newcomer gets no place; if "
-        "the first workers differ, the run ends (`kept_out_s` is 0).",
-        has(host=NAME, newcomer=NAME, other_host=NAME, parts=NAMES, differ=TEXT, meaning=TEXT,
-            kept_out_s=SECONDS),
-        "host {host}: a worker has other data or another program than the run: {differ}",
-        remedy="Give all workers the same data and code. `--allow-change PART` allows a part."),
-    EventKind(
-        "worker.program_proved", DETAIL,
-        "A worker has drawn samples of its dataset and described its program. It gets a place if "
-        "they are those of the run.",
-        (*reads(proof=NAME), *has(dataset_size=SAMPLES, samples=LIST, random=LIST),
-         *may_have(index=NAME))),
-    EventKind(
         "worker.weights_differ_as_built", INFO,
         "A newcomer's weights differ as built. It receives the world's.",
         has(host=NAME, newcomer=NAME, other_host=NAME, meaning=TEXT), "host {host}: {meaning}",
@@ -449,7 +426,7 @@ _CHECKPOINTS = (
 GROUPS = {
     "The run and its attempts": RUN, "The job": _JOB, "Hosts and workers": _HOSTS_AND_WORKERS,
     "The driver": _DRIVER, "Steps that stand still": STALLS, "A worker": _WORKERS,
-    "The world": _WORLD, "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS,
+    "The dataset and the program": PROGRAMS, "The world": _WORLD, "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS,
     "The discovery": DISCOVERY, "A rehearsal": REHEARSAL}
 """All kinds of events, by the heading that the documentation gives them."""
 KINDS = {kind.name: kind for group in GROUPS.values() for kind in group}

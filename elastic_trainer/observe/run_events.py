@@ -14,7 +14,6 @@ from elastic_trainer.observe.fields import (
     ATTEMPT,
     EXIT_CODE,
     HOST,
-    LIST,
     NAME,
     NUMBER,
     OBJECT,
@@ -54,11 +53,6 @@ RUN = (
         "run.stopped", INFO,
         "A person, or the service, has stopped the run while it waited for its next attempt.",
         reads(attempt=ATTEMPT), "the run was stopped before its next attempt"),
-    EventKind(
-        "run.program_proved", _DETAIL,
-        "A run goes on from a checkpoint, and its workers have the dataset and the program of that "
-        "checkpoint. `allowed` has the differences that --allow-change allows.",
-        (*reads(attempt=ATTEMPT, step=STEP), *has(proof=NAME, run_proof=NAME, allowed=LIST))),
     EventKind("run.host_not_reached", WARNING,
               "The supervisor could not end the workers of an earlier attempt on this host.",
               has(host=HOST, reason=TEXT),
