@@ -1,7 +1,7 @@
 """All events: the one table in which they are declared.
 
-run_events, program_events, stall_events, fleet_events → here → schema (checks) → events (emission), report, verify,
-watch, the supervisor, docs/events.md, the tests
+run_events, program_events, stall_events, fleet_events → here → schema (checks) → events
+(emission), report, verify, watch, the supervisor, docs/events.md, the tests
 
 What always holds:
 1. The table has each event that any process emits, with all of its fields. A test compares it with
@@ -426,7 +426,7 @@ _CHECKPOINTS = (
 GROUPS = {
     "The run and its attempts": RUN, "The job": _JOB, "Hosts and workers": _HOSTS_AND_WORKERS,
     "The driver": _DRIVER, "Steps that stand still": STALLS, "A worker": _WORKERS,
-    "The dataset and the program": PROGRAMS, "The world": _WORLD, "Checkpoints": _CHECKPOINTS, "Standbys": STANDBYS,
-    "The discovery": DISCOVERY, "A rehearsal": REHEARSAL}
+    "The dataset and the program": PROGRAMS, "The world": _WORLD, "Checkpoints": _CHECKPOINTS,
+    "Standbys": STANDBYS, "The discovery": DISCOVERY, "A rehearsal": REHEARSAL}
 """All kinds of events, by the heading that the documentation gives them."""
 KINDS = {kind.name: kind for group in GROUPS.values() for kind in group}
