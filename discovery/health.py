@@ -148,7 +148,8 @@ class Agent:
                 "rebalance": self._rebalance,
                 "workers": [worker | {"worker": worker["worker"][:MOST_NAME]}
                             for worker in self.workers()[:MOST_WORKERS]],
-                "standby": standbys.waiting_in(standbys.standby_folder(os.environ, self.user)),
+                "standby": standbys.waiting_in(standbys.standby_folder(os.environ, self.user),
+                                                self.user),
                 "time": time.time(), "refused": self.refused}
 
 

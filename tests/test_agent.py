@@ -686,6 +686,11 @@ def test_the_standbys_that_wait_are_counted(tmp_path: Path,
     (tmp_path / "0123456789abcdef-4194999.sock").touch()
     assert waiting_in(tmp_path) == 1
     assert waiting_in(tmp_path / "none") == 0
+    (tmp_path / "command-odd.sock").touch()
+    assert waiting_in(tmp_path) == 1
+    assert waiting_in(tmp_path, os.getuid() + 1) == 0  # the folder of another user
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert waiting_in(tmp_path / "link") == 0
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     assert Agent(None, tmp_path).health()["standby"] == 1
 

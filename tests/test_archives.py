@@ -370,3 +370,14 @@ def test_a_random_file_is_no_archive_that_ends_in_a_traceback(tmp_path: Path) ->
                        *[io.BytesIO(chance.randbytes(3000)).read(chance.randrange(3000))])
         with pytest.raises(ConfigError, match=r"a\.tar"):
             TarShards(path, ignore_zeros=bool(chance.randrange(2)))
+
+
+def test_names_that_are_no_utf_8_are_read_and_printed(tmp_path: Path,
+                                                      capfd: pytest.CaptureFixture[str]) -> None:
+    """Of the archive, of its files and of what is left out."""
+    path = Path(f"{tmp_path}/\udcff.tar")
+    write_tar(path, [("\udcfe.1.txt", b"1"), ("\udcfd", b"2")])
+    with pytest.warns(AboutData, match=r"\\udcfd"):
+        assert TarShards(path)[0] == {"__key__": "\udcfe", "1.txt": "1"}
+    assert main(["index", str(path)]) == 0
+    assert "\\udcfe.1.txt" in capfd.readouterr().out

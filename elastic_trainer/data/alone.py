@@ -43,12 +43,16 @@ def private_folder(env: Mapping[str, str] | None = None) -> Path:
         "XDG_CACHE_HOME") or given.get("HOME") else []
     for place in places:
         with suppress(OSError):  # there is no such place, or it may not be written
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            found = os.stat(place)
-            if found.st_uid == os.getuid() and not found.st_mode & 0o022:
-                (place / NAME).mkdir(mode=0o700, exist_ok=True)
+            (place / NAME).mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_ours(place) and _is_ours(place / NAME):
                 return _required(place / NAME / "locks")
     return _required(Path("/tmp", f"{NAME}-locks-{os.getuid()}"))
+
+
+def _is_ours(folder: Path) -> bool:
+    """Return whether no other user can rename what is in a folder."""
+    found = os.stat(folder)
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _required(folder: Path) -> Path:
@@ -71,7 +75,7 @@ def say(sentence: str) -> None:
 @contextmanager
 def alone_on_host(name: str, what: str, told: Callable[[str], None] = say) -> Iterator[None]:
     """Hold the lock of a name for the block. `what` its holder does, for those who wait."""
-    path = private_folder() / f"{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock"
+    path = private_folder() / f"{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}.lock"
     descriptor = _taken(path, what, told)
     try:
         yield

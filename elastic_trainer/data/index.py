@@ -190,7 +190,7 @@ def place_of(kind: str, urls: Sequence[str], where: str | os.PathLike[str] | Non
     if they can be read in more than one way."""
     folder = common_folder(urls)
     names = "\n".join([MAGIC.decode(), kind, how, *(url[len(folder):] for url in urls)])
-    name = f"{kind}-{hashlib.sha256(names.encode()).hexdigest()[:16]}.index"
+    name = f"{kind}-{hashlib.sha256(os.fsencode(names)).hexdigest()[:16]}.index"
     return f"{os.fspath(where or folder + FOLDER).rstrip('/')}/{name}"
 
 

@@ -43,7 +43,9 @@ class Tree:
     def has(self, path: str) -> bool:
         """Return whether there is a file or a folder of this name."""
         folder, _, name = path.rpartition("/")
-        return name in self._known[folder] if folder in self._known else self._exists(path)
+        if folder not in self._known and (self._deep is None or "{" in name):
+            return self._exists(path)
+        return name in self.names(folder)  # a pattern needs this listing, too
 
     def list_all(self, folder: str) -> None:
         """List all that is below a folder at once, where a store can do that."""
@@ -74,7 +76,7 @@ def _alternatives(tree: Tree, base: str, parts: list[str]) -> Iterator[tuple[str
     """Yield what braces stand for: the path up to the first pattern, and the parts from there."""
     for place, part in enumerate(parts):
         path = f"{base}/{part}"
-        if not MAGIC.search(part) or tree.has(path):
+        if not MAGIC.search(part) or part != "**" and tree.has(path):
             base = path
             continue
         left = "/".join(parts[place:])

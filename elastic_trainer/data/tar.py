@@ -350,8 +350,13 @@ def told_of(scanned: Sequence[Samples], folder: str) -> list[str]:
                 told.append(f"{found.source.url[len(folder):]} has the file '{key}.{name}', which "
                             f"is the field {name!r} of the sample {key!r}. If that sample is "
                             f"'{key}.{name.rpartition('.')[0]}', write its name without dots.")
-                return told
-    return told
+                return _printable(told)
+    return _printable(told)
+
+
+def _printable(sentences: list[str]) -> list[str]:
+    """Return sentences with names that are no UTF-8 in a form that every terminal prints."""
+    return [one.encode("utf-8", "backslashreplace").decode() for one in sentences]
 
 
 def _flaw(index: Index) -> str:

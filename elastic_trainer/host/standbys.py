@@ -9,6 +9,7 @@ test compares the copies.
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -34,9 +35,18 @@ def socket_of(folder: Path, command: str, keeper: int) -> Path:
 
 def has_keeper(path: Path) -> bool:
     """True if the keeper after which a socket is named lives."""
-    return bool(psutil.pid_exists(int(path.stem.rpartition("-")[2])))
+    keeper = path.stem.rpartition("-")[2]
+    return keeper.isdecimal() and len(keeper) < 10 and bool(psutil.pid_exists(int(keeper)))
 
 
-def waiting_in(folder: Path) -> int:
-    """Return how many standbys have booted and wait in a folder."""
+def waiting_in(folder: Path, user: int | None = None) -> int:
+    """Return how many standbys have booted and wait in the folder of a user, by default of this
+    process's. In the folder of another user there are none: its name can be foreseen."""
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return 0
+    owner = os.getuid() if user is None else user
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != owner or found.st_mode & 0o022:
+        return 0
     return sum(map(has_keeper, folder.glob("*.sock")))
