@@ -6,10 +6,13 @@ import http.client
 import io
 import json
 import re
+import select
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -26,11 +29,12 @@ from test_report import event, generation, step, write
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.observe import live as live_module
+from elastic_trainer.observe import web
 from elastic_trainer.observe.live import Live
-from elastic_trainer.observe.overview import open_runs
+from elastic_trainer.observe.overview import Overview, open_runs
 from elastic_trainer.observe.prices import Price, Prices, costs
 from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.web import Server, address_of, is_own_name
+from elastic_trainer.observe.web import MOST_READERS, Server, address_of, is_own_name
 
 
 @contextmanager
@@ -197,6 +201,93 @@ def test_two_servers_of_one_machine_do_not_shut_each_other_out(tmp_path: Path) -
             assert ask(server, "/metrics", Cookie=wrong,
                        Authorization=f"Bearer {server.token}")[0] == 200
             assert ask(server, f"/?token={server.token}", Cookie=wrong)[0] == 303
+
+
+BEGINNINGS = {
+    "nothing": b"", "a letter": b"G", "a line": b"GET / HTTP/1.1\r\n",
+    "half a head": b"GET / HTTP/1.1\r\nHost: x\r\nX-A: ",
+    "a body that does not come": b"POST / HTTP/1.1\r\nContent-Length: 0\r\n",
+}
+
+
+@contextmanager
+def connections(server: Server, count: int, first: bytes, address: str = "127.0.0.1"
+                ) -> Iterator[list[socket.socket]]:
+    """Open connections that send the beginning of a request."""
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(stack.enter_context(socket.create_connection(
+                ("127.0.0.1", server.server_port), 20, (address, 0))))
+            found[-1].sendall(first)
+        yield found
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """True if the server has closed a connection. Sends one more byte."""
+    try:
+        connection.sendall(b"x")
+        ready, _, _ = select.select([connection], [], [], 0.02)
+        return bool(ready) and connection.recv(1) == b""
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("first", BEGINNINGS.values(), ids=BEGINNINGS)
+@pytest.mark.parametrize("bind", ["127.0.0.1:0", "0.0.0.0:0"])
+def test_a_reader_gets_the_page_when_forty_connections_are_slow(
+        tmp_path: Path, first: bytes, bind: str) -> None:
+    """They have been there before it, send single bytes, and come from one address or from many.
+    The reader has its page at once, from the same address and from another one."""
+    write(tmp_path, STORY)
+    with served(tmp_path, bind=bind) as server, ExitStack() as stack:
+        slow = [*stack.enter_context(connections(server, 40, first))]
+        for number in range(2, 42):
+            slow += stack.enter_context(connections(server, 1, first, f"127.0.0.{number}"))
+        for _ in range(3):
+            for connection in slow:
+                is_closed(connection)
+            code, _, text = ask(server, "/sections", Authorization=f"Bearer {server.token}")
+            assert code == 200 and "finished" in text
+        assert sum(not is_closed(connection) for connection in slow) <= MOST_READERS
+
+
+def test_a_request_has_one_deadline_however_often_it_sends(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single bytes do not extend it."""
+    monkeypatch.setattr(web, "REQUEST_S", 0.5)
+    write(tmp_path, STORY)
+    with served(tmp_path) as server, connections(server, 8, b"GET / HTTP/1.1\r\nX: ") as slow:
+        deadline = time.monotonic() + 60
+        while not all([is_closed(connection) for connection in slow]):
+            assert time.monotonic() < deadline
+
+
+def test_a_reader_gets_the_page_when_others_read_no_answer(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than answers are sent at once. The oldest one makes room, and the others end at
+    their deadline."""
+    write(tmp_path, STORY)
+    monkeypatch.setattr(Overview, "metrics", lambda _: "x" * (32 << 20))  # fills every buffer
+    asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with served(tmp_path) as server, connections(server, MOST_READERS, asked) as silent:
+        for connection in silent:
+            assert connection.recv(8) == b"HTTP/1.1"
+        for _ in range(2 * MOST_READERS):
+            assert ask(server, "/sections")[0] == 200
+
+
+def test_a_client_without_the_token_takes_no_readers_place(tmp_path: Path) -> None:
+    """It is refused without a thread, also where it reads nothing."""
+    write(tmp_path, STORY)
+    before = threading.active_count()
+    with served(tmp_path, bind="0.0.0.0:0") as server:
+        asked = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with connections(server, 4 * MOST_READERS, asked) as clients:
+            for client in clients:
+                assert client.recv(12) == b"HTTP/1.1 403"
+            assert threading.active_count() <= before + 1  # that of `served`
+            assert ask(server, f"/sections?token={server.token}")[0] == 200
 
 
 @pytest.mark.parametrize("bind", ["8765", "localhost:8765", "127.0.0.1:x", "127.0.0.1:70000"])
