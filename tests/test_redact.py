@@ -145,3 +145,17 @@ def test_no_file_of_a_run_has_a_secret_when_its_command_has(tmp_path: Path) -> N
         os.umask(umask)
     assert SECRET not in page.read_text()
     assert stat.S_IMODE(page.stat().st_mode) == 0o600
+
+
+def test_weights_and_biases_gets_no_secret_of_the_command_line(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It collects sys.argv by itself."""
+    pytest.importorskip("wandb")
+    from elastic_trainer.loggers import Run, WandB
+
+    monkeypatch.setattr("sys.argv", ["train.py", "--api-key", SECRET])
+    logger = WandB("project", offline=True, folder=tmp_path)
+    logger.open(Run(id="0123456789abcdef", name="run", attempt=1, first=0, folder=None))
+    logger.close()
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if SECRET.encode() in path.read_bytes()]

@@ -65,8 +65,9 @@ def reach(address: str, port: int, word: str) -> Reached:
     try:
         with socket.create_connection((address, port), timeout=REACH_S) as connection:
             asked = time.time()
-            answer = b""
-            while piece := connection.recv(ANSWER_BYTES):
+            answer, until = b"", time.monotonic() + REACH_S
+            while len(answer) < ANSWER_BYTES and time.monotonic() < until and (
+                    piece := connection.recv(ANSWER_BYTES)):  # single bytes do not extend it
                 answer += piece
             heard = time.time()
         found = json.loads(answer)

@@ -75,7 +75,7 @@ def server(data: Path, bucket: str, key: str,
 
     Raises ConfigError.
     """
-    python = f"{installed(MINISTACK.read_text(), *BY_HASH)}/python"
+    python = f"{installed()}/python"
     make_folder(data)
     data.chmod(0o700)
     with socket.socket() as listener:
@@ -103,15 +103,17 @@ def server(data: Path, bucket: str, key: str,
             process.wait()
 
 
-def installed(listed: str, *hashed: str) -> str:
+def installed(listed: str = "", *hashed: str) -> str:
     """Return the folder of a package's programs, in a virtual environment of its own.
 
-    The first call makes the environment. `listed` are its requirements; the first one is the
-    package.
+    The first call makes the environment. `listed` are its requirements, by default ministack's
+    with hashes; the first one is the package.
 
     Raises ConfigError.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "elastic-trainer"
+    if not listed:
+        listed, hashed = MINISTACK.read_text(), BY_HASH
     requirement = listed.split()[0]
     name = re.split(r"[\[=]", requirement)[0]
     home = cache / f"{name}-{hashlib.sha256((listed + sys.version).encode()).hexdigest()[:8]}"

@@ -65,7 +65,8 @@ class WandB:
             project=self._project, entity=self._entity, id=run.id, name=run.name or None,
             dir=str(folder), mode="offline" if self._offline else None, resume="allow",
             reinit="create_new", config=dict(run.config), settings=wandb.Settings(
-                console="off", silent=True, disable_git=True, save_code=False))
+                console="off", silent=True, disable_git=True, save_code=False,
+                x_disable_meta=True))  # it would send the script's command line
         return max(sent + 1, int(self._wandb.starting_step))
 
     def write(self, row: Row) -> None:

@@ -22,6 +22,7 @@ from elastic_trainer.config import ConfigError, Override
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
 from elastic_trainer.measure.trial import FIRST_STEPS, Trial, measure
 from elastic_trainer.wire.plain import plain
+from elastic_trainer.wire.redact import redacted_command
 
 ALIKE = 1.03
 """Step times that differ by less are alike: then more shards are better, with less memory."""
@@ -111,7 +112,8 @@ def run(argv: Sequence[str]) -> int:
                           f"or more workers, and {FIRST_STEPS + 2} or more steps.")
     limit = int(options.memory * 2**30) if options.memory else limit_bytes()
     folder = options.runs_dir / f"tune-{time.strftime('%Y%m%d-%H%M%S')}"
-    print(f"{shlex.join(command)}: {options.steps} steps for each number of shards, with at most "
+    shown = shlex.join(redacted_command(command))
+    print(f"{shown}: {options.steps} steps for each number of shards, with at most "
           f"{gibibytes(limit)} of memory, in {folder}", flush=True)
     trials, candidates = find(command, options.workers, options.steps, folder, limit)
     show(trials, candidates, options.workers, limit)
