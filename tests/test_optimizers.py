@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from optimizers import KEPT
+from optimizers import KEPT, Counting, Shrinking, parameters_of
 from test_loop import built, trained
 
-from elastic_trainer.state.layout import byte_ranges, decode
+from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.replicas import Replica
 
@@ -60,7 +63,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(kind: str, tmp_path
     hashes = []
     for folder, steps in ((None, 9), (tmp_path, 4), (tmp_path, 7), (tmp_path, 9)):
         model = built()
-        hashes.append(trained(model, KEPT[kind](model), run_dir=folder,
+        hashes.append(trained(model, KEPT[kind](model), run_dir=folder, epochs=None,
                               max_steps=steps).weights_sha256)
     assert hashes[0] == hashes[3]
 
@@ -89,3 +92,120 @@ def test_a_process_that_goes_back_holds_what_it_held(kind: str) -> None:
         for state in (first, later):
             one_step(state, step)
     assert bytes_of(later) == bytes_of(first)
+
+
+class Refused(Shrinking):
+    """Makes a value in its third step that cannot be kept."""
+
+    made: Callable[[Any], Any]
+
+    def build(self) -> None:
+        self.calls = 0
+
+    def factor(self) -> float:
+        self.calls += 1
+        if self.calls == 3:
+            self.late = self.made()
+        return 1.0
+
+
+class Late:
+    def __init__(self) -> None:
+        self.value = 1
+
+
+REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "an iterator": (lambda self: iter([1]), "late .now a list_iterator"),
+    "an object made late": (lambda self: Late(), r"late .now a .*test_optimizers\.Late"),
+    "an optimizer made late": (lambda self: torch.optim.SGD(parameters_of(self), lr=0.1),
+                               "late .now a torch.optim.sgd.SGD"),
+    "a gradient": (lambda self: next(parameters_of(self)).grad, "late .now a gradient"),
+    "a sparse tensor": (lambda self: torch.ones(2).to_sparse(), "late .now a tensor of the kind"),
+    "in a container": (lambda self: {"a": [{"b": iter([1])}]}, r"late.a..0..b. .now a list_it"),
+    "a file": (lambda self: object(), "late .now a object"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_value_that_cannot_be_kept_is_an_error_behind_the_step_that_made_it(what: str) -> None:
+    """It names the attribute: no checkpoint fails later, and no newcomer goes on without it."""
+    made, named = REFUSED[what]
+    kind = type("Refused", (Refused,), {"made": made})
+    model = built()
+    with pytest.raises(RuntimeError, match=f"cannot be kept: {named}"):
+        trained(model, kind(model.parameters()), epochs=None, max_steps=9)
+
+
+HARMLESS: dict[str, Callable[[Any], Any]] = {
+    "code": lambda self: lambda: 1,
+    "a lock": lambda self: threading.Lock(),
+    "code by shape": lambda self: {(2, 3): lambda: 1},
+    "a logger": lambda self: logging.getLogger("x"),
+    "a type": lambda self: torch.float32,
+    "a device": lambda self: torch.device("cpu"),
+}
+
+
+@pytest.mark.parametrize("what", HARMLESS)
+def test_code_and_tools_are_no_error_when_an_optimizer_makes_them_late(what: str) -> None:
+    """They hold no value of the training, and a newcomer makes them for itself."""
+    kind = type("Harmless", (Refused,), {"made": HARMLESS[what]})
+    giver = state_of(lambda model: kind(model.parameters()), 5)
+    moved(giver, taker := state_of(lambda model: kind(model.parameters()), 0))
+    one_step(giver, 5)
+    one_step(taker, 5)
+    assert Replica(taker).all_parts() == Replica(giver).all_parts()
+
+
+def test_a_constant_of_one_worker_stays_its_own() -> None:
+    """What an optimizer was built with, and has not changed, is no part of the state."""
+    states = []
+    for rank in (0, 1):
+        model = built()
+        optimizer = Counting(model.parameters())
+        optimizer.rank, optimizer.path = rank, f"/tmp/{rank}"  # type: ignore[attr-defined]
+        states.append(LiveState(model, optimizer))
+        one_step(states[-1], 0)
+    assert Replica(states[0]).all_parts() == Replica(states[1]).all_parts()
+    moved(*states)
+    assert (states[1].optimizer.rank, states[1].optimizer.path) == (  # type: ignore[attr-defined]
+        1, "/tmp/1")
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_replicas_differ_when_a_value_in_an_attribute_does(kind: str) -> None:
+    """A checksum of all that an optimizer keeps is in the vote."""
+    one, other = state_of(KEPT[kind], 5), state_of(KEPT[kind], 5)
+    assert Replica(one).all_parts() == Replica(other).all_parts()
+    tensors = [value for _, value in other.optimizer_values.leaves()
+               if isinstance(value, torch.Tensor) and value.is_floating_point()]
+    if tensors:
+        tensors[-1].view(-1)[-1:].add_(1)
+        assert Replica(one).all_parts() != Replica(other).all_parts()
+
+
+def test_values_of_another_optimizer_do_not_fit() -> None:
+    """Nothing is changed if an attribute of the values has no place here."""
+    giver = state_of(KEPT["Objects"], 3)
+    taker = state_of(lambda model: Shrinking(model.parameters()), 0)
+    before = bytes_of(taker)
+    with pytest.raises(LayoutError, match="this worker has nothing there"):
+        moved(giver, taker)
+    assert bytes_of(taker) == before
+
+
+def test_an_optimizer_of_torch_costs_and_keeps_nothing_more() -> None:
+    """It has no attributes of its own, also beside a scheduler and a scaler."""
+    model = built()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    state = LiveState(model, optimizer, scheduler=scheduler)
+    scaler = torch.amp.GradScaler("cpu")
+    for _ in range(3):
+        scaler.scale(model(torch.randn(8, 5)).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        state.optimizer_values.check(0)
+    assert list(state.optimizer_values.leaves()) == []
+    assert "attributes" not in state.values()["optimizer"]
