@@ -9,4 +9,5 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 "$here/deploy/install.sh"
 venv=${ELASTIC_TRAINER_VENV:-$here/.venv}
 export PATH="$venv/bin:$PATH"      # `python` after -- is the one that has torch and horovod
-exec "$venv/bin/python" -m elastic_trainer run "$@"
+# Not `python -m`, which imports from the current folder.
+exec "$venv/bin/python" "$here/elastic_trainer/host/own.py" elastic_trainer run "$@"

@@ -15,7 +15,8 @@
 #    elastic_trainer/setup/recipe.py. A torch for one processor (2.13.0+cu126) and its dependencies
 #    are not listed, because install.sh does not know their index. Their index's hashes are used,
 #    with a message. So are those of files on this machine.
-# 5. Two calls at once wait for each other. Neither root nor ssh is needed. All messages go to
+# 5. Nothing is imported from the current folder or PYTHONPATH (python -I).
+# 6. Two calls at once wait for each other. Neither root nor ssh is needed. All messages go to
 #    stderr.
 #
 # Environment:
@@ -81,12 +82,12 @@ python=
 
 lacks() { missing+=("$*"); }   # the fact, the remedy
 
-is_python_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+is_python_new_enough() { "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
 # A moved or copied environment counts as absent: its scripts have the old path.
 is_venv_usable() {
     [[ -x $venv/bin/python ]] && is_python_new_enough "$venv/bin/python" &&
-        "$venv/bin/python" -c 'import pip' 2>/dev/null &&
+        "$venv/bin/python" -I -c 'import pip' 2>/dev/null &&
         grep -qF "$venv" "$venv/bin/activate" 2>/dev/null
 }
 
@@ -100,7 +101,7 @@ find_python() {
     for candidate in "${candidates[@]}"; do
         if is_python_new_enough "$candidate"; then
             python=$(command -v "$candidate")
-            "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+            "$python" -I -c 'import venv, ensurepip' 2>/dev/null ||
                 lacks "$python has no venv module." "Install it, e.g. apt-get install python3-venv."
             return
         fi
@@ -110,7 +111,7 @@ find_python() {
 }
 
 setup_horovod() {
-    PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} "$python" -B "$setup_package/__main__.py" "$@"
+    PYTHONPATH=$root "$python" -B "$setup_package/__main__.py" "$@"
 }
 
 check_build_tools() {   # unless a built Horovod is kept
@@ -166,7 +167,7 @@ if is_installed; then exit 0; fi      # by the other call
 
 if ! is_venv_usable; then
     say "making $venv with $python"
-    "$python" -m venv --clear "$venv"
+    "$python" -I -m venv --clear "$venv"
     python=$venv/bin/python
 fi
 rm -f "$venv"/.installed-*
@@ -186,11 +187,11 @@ run() {
 compiles=()
 if [[ $extras == *dev ]]; then compiles=(--no-compile); fi
 
-pip() { run "$python" -m pip --disable-pip-version-check --no-input "$@"; }
+pip() { run "$python" -I -m pip --disable-pip-version-check --no-input "$@"; }
 
 # Installs what hashes.py prints, and nothing else.
 install_listed() {
-    "$python" "$root/deploy/hashes.py" "$@" >"$venv/wanted.txt" ||
+    "$python" -I "$root/deploy/hashes.py" "$@" >"$venv/wanted.txt" ||
         die "no package of this step was installed"
     if grep -q . "$venv/wanted.txt"; then
         pip install --no-deps "${compiles[@]}" --require-hashes --requirement "$venv/wanted.txt"
@@ -209,7 +210,7 @@ spec=${TORCH_SPEC:-torch==2.13.0}
 say "installing $spec"
 plan --no-deps "$spec"
 install_listed plan "$venv/plan.json"
-torch=$("$python" -c 'from importlib.metadata import version; print(version("torch"))')
+torch=$("$python" -I -c 'from importlib.metadata import version; print(version("torch"))')
 brought=()
 case $torch in
     *+*) brought=(index-hashes) ;;     # of another index, which also has its dependencies

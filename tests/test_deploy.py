@@ -856,7 +856,8 @@ def test_the_run_is_started_with_its_settings(fleet: tuple[Machine, Machine]) ->
                            MIN_NP="2")
     assert words[-3:] == ["python", "it's mine.py", "--x=${y}"]
     standby, there = started(worker, ".venv/bin/python", ROLE="worker", SLOTS="2")
-    assert standby == ["-m", "elastic_trainer", "standby", "--slots", "2", "--", *words[-3:]]
+    own = "/opt/elastic-trainer/elastic_trainer/host/own.py"
+    assert standby == [own, "elastic_trainer", "standby", "--slots", "2", "--", *words[-3:]]
     assert there == place and not any("FLEET" in line for line in place)
     assert (worker.root / "opt/elastic-trainer/run.env").read_text() == "SLOTS='2'\n"
     output = dict(zip(words[:-4:2], words[1:-4:2], strict=True))

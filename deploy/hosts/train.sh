@@ -46,13 +46,14 @@ become() {   # the program and its arguments
 if [[ -d $root/job ]]; then cd "$root/job"; else cd "$root"; fi
 
 if [[ $ROLE == worker ]]; then
-    become "$root/.venv/bin/python" -m elastic_trainer standby --slots "$SLOTS" -- "${_command[@]}"
+    become "$root/.venv/bin/python" "$root/elastic_trainer/host/own.py" elastic_trainer standby \
+        --slots "$SLOTS" -- "${_command[@]}"
 fi
 
 # The poller writes the list after EC2's first answer.
 until [[ -e $kept/hosts ]]; do sleep 1; done
 
-_discovery="$root/.venv/bin/python -S $root/elastic_trainer/discovery/__main__.py"
+_discovery="$root/.venv/bin/python -S -I $root/elastic_trainer/discovery/__main__.py"
 # A week without spot capacity is no failure.
 become "$root/horovodrun_elastic.sh" --run "$FLEET" --runs-dir "$kept/runs" \
     --store "s3://$BUCKET/$FLEET/checkpoints" \

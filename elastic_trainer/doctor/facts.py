@@ -24,30 +24,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.host import own
+
 LIBRARIES_S = 120.0
 """The time to import torch and Horovod."""
 WRITTEN_BYTES = 1 << 20
-LIBRARIES = r"""
-import json, sys
-facts = {}
-try:
-    import torch
-    facts["torch"] = torch.__version__
-    facts["cuda"] = torch.version.cuda or ""
-    facts["gpus"] = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    if facts["gpus"]:
-        torch.ones(1, device="cuda").item()
-except BaseException as error:
-    facts["torch_error"] = repr(error)
-try:
-    import horovod
-    import horovod.torch as hvd
-    facts["gloo"], facts["nccl"] = bool(hvd.gloo_built()), bool(hvd.nccl_built())
-except BaseException as error:
-    facts["horovod_error"] = repr(error)
-print("\nFACTS" + json.dumps(facts))
-"""
-"""It runs in a process of its own: a library that does not fit may end it by a signal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +128,8 @@ def probe(wanted: Wanted) -> Facts:
 
 def _libraries() -> dict[str, Any]:
     try:
-        done = subprocess.run([sys.executable, "-c", LIBRARIES], capture_output=True, text=True,
-                              timeout=LIBRARIES_S)
+        done = subprocess.run(own.command("elastic_trainer.doctor.libraries"), capture_output=True,
+                              text=True, timeout=LIBRARIES_S)
     except subprocess.TimeoutExpired:
         return {"torch_error": f"its import takes more than {LIBRARIES_S:.0f} s"}
     _, mark, text = done.stdout.rpartition("\nFACTS")

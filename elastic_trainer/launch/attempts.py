@@ -36,6 +36,7 @@ from elastic_trainer.config import (
     EXIT_USER_ERROR,
     ConfigError,
 )
+from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.launch.orphans import Ssh, end_orphans
@@ -163,7 +164,7 @@ class Supervisor:
         progress = before.newest_step, before.newest_checkpoint
         self.events.emit("attempt.started", attempt=attempt, **COUNTED_BY)
         self.driver = subprocess.Popen(
-            [sys.executable, "-m", DRIVER, *self.command],
+            own.command(DRIVER, *self.command),
             env=self._environment(attempt, before), stdout=self.output,
             stderr=subprocess.STDOUT if self.output else None,
             start_new_session=True,  # Ctrl-C goes to this process, which passes it on once

@@ -21,7 +21,6 @@ import os
 import secrets
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -37,6 +36,7 @@ from elastic_trainer.doctor.checks import Check
 from elastic_trainer.doctor.facts import Facts, Wanted, nearest, probe
 from elastic_trainer.doctor.ports import LISTEN_S, Listener, Reached, reach
 from elastic_trainer.doctor.table import show
+from elastic_trainer.host import own
 from elastic_trainer.launch import remote
 from elastic_trainer.launch.run_options import static_hosts, store_of_run
 from elastic_trainer.world.reach import own_address_towards
@@ -184,8 +184,7 @@ class Asked:
 
     def _answer(self, question: str, asked: Any, keep: bool = False) -> dict[str, Any] | None:
         """Ask the doctor there; returns its line of JSON. `keep`: it goes on listening."""
-        job = {"command": [sys.executable, "-m", "elastic_trainer.doctor", question,
-                           json.dumps(asked)],
+        job = {"command": own.command("elastic_trainer.doctor", question, json.dumps(asked)),
                "cwd": os.getcwd(), "lost_s": LISTEN_S, "grace_s": 0.0,
                "env": {name: value for name, value in os.environ.items() if name.isidentifier()}}
         with tempfile.TemporaryFile() as said:

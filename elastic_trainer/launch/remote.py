@@ -1,7 +1,7 @@
 """The far end of an ssh: starts one worker on this host, and ends it when the driver is gone.
 
-driver → ssh → here (`python -S remote.py`, messages on stdin) → the worker, in a process group
-supervisor → ssh → here (`python -S remote.py end RUN_DIR`): waits until that run has no worker here
+driver → ssh → here (`python -S -I remote.py`, messages on stdin) → the worker, in a process group
+supervisor → ssh → here (`python -S -I remote.py end RUN_DIR`): waits until that run has no worker
 
 What always holds:
 1. The environment comes on stdin: no secret is on a command line, here or there.
@@ -57,7 +57,7 @@ Names = tuple[str, str, str]
 
 def ssh(host: str, port: int | str | None, identity: str | None, *arguments: str) -> list[str]:
     """Return the command that runs this file on a host (the same paths there as here)."""
-    program = ["exec", sys.executable, "-S", os.path.abspath(__file__), *arguments]
+    program = ["exec", sys.executable, "-S", "-I", os.path.abspath(__file__), *arguments]
     options = [*(["-p", str(port)] if port else []), *(["-i", identity] if identity else [])]
     return ["ssh", *SSH_OPTIONS, *options, "--", host, shlex.join(program)]
 

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
+from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, write_text
 from elastic_trainer.launch import configured
 from elastic_trainer.state.configuration import Configuration
@@ -262,7 +263,7 @@ def demo(example: str, options: argparse.Namespace) -> list[str]:
     _require_package(example)
     flags = [text for flag in ("steps", "seed") if getattr(options, flag) is not None
              for text in (f"--{flag}", str(getattr(options, flag)))]
-    return [sys.executable, "-m", f"elastic_trainer.examples.{example}", *flags]
+    return own.command(f"elastic_trainer.examples.{example}", *flags)
 
 
 # --- hosts and store ----------------------------------------------------------------------------
@@ -294,7 +295,7 @@ def list_hosts(run_dir: Path, hosts: Mapping[str, int]) -> str:
     make_folder(run_dir)
     file = run_dir / "hosts"
     write_text(file, "".join(f"{host}:{slots}\n" for host, slots in hosts.items()))
-    return shlex.join([sys.executable, "-S", str(DISCOVERY), "hosts-file", str(file)])
+    return shlex.join([sys.executable, "-S", "-I", str(DISCOVERY), "hosts-file", str(file)])
 
 
 def store_of_run(store: str, run: str) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from elastic_trainer.config import REDUCERS, ConfigError
+from elastic_trainer.host import own
 from elastic_trainer.host.modes import write_text
 from elastic_trainer.measure import cases, plot, worlds
 from elastic_trainer.measure.cases import PEER, Case, Row
@@ -114,8 +114,8 @@ def plan_of(options: argparse.Namespace, command: list[str]) -> Plan:
     batch, more = DEMOS[demo] if demo else (0, [])
     batch = options.batch or batch
     if demo:
-        command = [sys.executable, "-m", f"elastic_trainer.examples.{demo}", *more,
-                   "--global-batch", str(batch), "--checkpoint-every", "1000000"]
+        command = own.command(f"elastic_trainer.examples.{demo}", *more,
+                              "--global-batch", str(batch), "--checkpoint-every", "1000000")
     return Plan(demo=demo, command=command, batch=batch, modes=modes, steps=options.steps,
                 cases=cases.cases_of(arms, workers, modes), rounds=options.rounds,
                 folder=options.runs_dir / f"scaling-{time.strftime('%Y%m%d-%H%M%S')}")

@@ -18,7 +18,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from elastic_trainer.config import ALLOCATOR, ConfigError, Override
+from elastic_trainer.host import own
 from elastic_trainer.host.modes import private
 from elastic_trainer.measure.cases import Case
 from elastic_trainer.observe import phases
@@ -53,9 +53,10 @@ def ours(command: Sequence[str], case: Case, steps: int, shards: int, folder: Pa
     name = f"{case.arm}-{case.workers}-{case.scale}" + ("-timeline" if timeline else "")
     shutil.rmtree(folder / name, ignore_errors=True)
     override = Override(steps=steps + WARM_UP_STEPS, shards=shards, scale=case.scale)
-    run = [sys.executable, "-m", "elastic_trainer", "run", "--run", name, "--runs-dir",
-           str(folder), "--workers", str(case.workers), "--standby", "0", "--reduce", case.arm,
-           "--store", "", *(["--timeline"] if timeline else []), "--", *command]
+    run = own.command(
+        "elastic_trainer", "run", "--run", name, "--runs-dir", str(folder), "--workers",
+        str(case.workers), "--standby", "0", "--reduce", case.arm, "--store", "",
+        *(["--timeline"] if timeline else []), "--", *command)
     log = folder / f"{name}.log"
     with open(log, "wb", opener=private) as output:
         done = subprocess.run(run, env=os.environ | override.to_environment(), stdout=output,
@@ -87,8 +88,8 @@ def peer(demo: str, case: Case, steps: int, batch: int, folder: Path) -> Ran:
     env = ALLOCATOR | os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
         "WORLD_SIZE": str(case.workers)}
-    command = [sys.executable, "-m", "elastic_trainer.examples.ddp", demo, "--steps",
-               str(steps + WARM_UP_STEPS), "--global-batch", str(batch * case.scale)]
+    command = own.command("elastic_trainer.examples.ddp", demo, "--steps",
+                          str(steps + WARM_UP_STEPS), "--global-batch", str(batch * case.scale))
     log = folder / f"{case.arm}-{case.workers}-{case.scale}.log"
     ranks: list[subprocess.Popen[str]] = []
     with open(log, "wb", opener=private) as output:

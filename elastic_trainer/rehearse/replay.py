@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError, unusable
+from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
 from elastic_trainer.observe.segments import EVENTS_FILE
@@ -87,8 +88,8 @@ class Rehearsal:
 
     def launcher(self, name: str, hosts: Sequence[str]) -> list[str]:
         """Return the command of a run with this name, with the options that name its hosts."""
-        return [sys.executable, "-m", "elastic_trainer", "run", "--run", name, "--runs-dir",
-                str(self.run_dir.parent), *hosts, *self.options, "--", *self.command]
+        return own.command("elastic_trainer", "run", "--run", name, "--runs-dir",
+                           str(self.run_dir.parent), *hosts, *self.options, "--", *self.command)
 
 
 def run(argv: Sequence[str], examples: Sequence[str],

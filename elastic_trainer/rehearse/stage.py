@@ -52,7 +52,8 @@ class Stage:
 
     def discovery(self) -> str:
         """Return the command that prints the list."""
-        return shlex.join([sys.executable, "-S", str(DISCOVERY), "hosts-file", str(self.file)])
+        return shlex.join(
+            [sys.executable, "-S", "-I", str(DISCOVERY), "hosts-file", str(self.file)])
 
     def act(self, moment: Moment, ends: Mapping[str, float], again_s: float) -> None:
         """Let a moment happen. `ends`: the time of each host's loss; `again_s`: the time until the

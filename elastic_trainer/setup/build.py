@@ -59,7 +59,7 @@ class Commands:
 
     def pip(self, *command: str | Path, env: dict[str, str] | None = None) -> None:
         """Run this environment's pip. Raises SetupFailed."""
-        pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+        pip = (sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "--no-input")
         self.run(*pip, *command, env=env)
 
 
@@ -102,7 +102,7 @@ def install(wheel: Path, commands: Commands) -> None:
     # Always anew: a Horovod for another torch bears the same version.
     commands.pip("install", "--force-reinstall", "--no-deps", wheel)
     try:
-        commands.run(sys.executable, "-c", LOADS)
+        commands.run(sys.executable, "-I", "-c", LOADS)
     except SetupFailed as error:
         commands.pip("uninstall", "--yes", "horovod")
         raise SetupFailed(

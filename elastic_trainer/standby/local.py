@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -15,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from elastic_trainer.host import own
 from elastic_trainer.host.standbys import FOLDER_VARIABLE
 from elastic_trainer.observe.events import Events
 
@@ -32,9 +32,9 @@ def local_standbys(run_dir: Path, command: Sequence[str], count: int) -> Iterato
     with tempfile.TemporaryDirectory(prefix="elastic-trainer-") as folder:  # 0700, and short
         os.environ[FOLDER_VARIABLE] = folder
         service = LocalService(
-            [sys.executable, "-m", "elastic_trainer", "standby", "--slots", str(count),
-             "--run-dir", str(run_dir), "--once-training", "--parent", str(os.getpid()),
-             "--", *command], Events(run_dir, run=run_dir.name))
+            own.command("elastic_trainer", "standby", "--slots", str(count),
+                        "--run-dir", str(run_dir), "--once-training", "--parent", str(os.getpid()),
+                        "--", *command), Events(run_dir, run=run_dir.name))
         service.start()
         try:
             yield
