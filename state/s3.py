@@ -42,6 +42,7 @@ from tenacity import (
 )
 from urllib3.exceptions import HTTPError
 
+from elastic_trainer.host.names import is_loopback
 from elastic_trainer.state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
 
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
@@ -325,14 +326,18 @@ def _client() -> Any:
     botocore.utils.random = random.Random()
     # boto3's default session would keep its first credentials for ever.
     session = boto3.session.Session()
-    return session.client("s3", config=Config(
+    config = Config(
         retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=READ_TIMEOUT_S,
         max_pool_connections=16, tcp_keepalive=True,
         # Older servers fail on the newer checksums.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         # It refuses a memoryview. All other parameters are ours, or checked above.
-        parameter_validation=False))
+        parameter_validation=False)
+    client = session.client("s3", config=config)
+    if is_loopback(client.meta.endpoint_url):  # HTTP_PROXY holds for other hosts
+        client = session.client("s3", config=config.merge(Config(proxies={})))
+    return client
 
 
 def _check_size(name: str, body: memoryview | bytes) -> None:

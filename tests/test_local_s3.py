@@ -23,6 +23,7 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.files import Files
 from elastic_trainer.launch import local_s3
 from elastic_trainer.state.s3 import S3Store
 
@@ -246,3 +247,37 @@ def test_an_environment_that_another_user_could_have_written_is_not_used(
     folder.chmod(mode)
     with pytest.raises(ConfigError, match=re.escape(str(folder))):
         local_s3.installed(listed, *local_s3.BY_HASH)
+
+
+# --- proxies ---------------------------------------------------------------------------------
+
+PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+
+
+@pytest.mark.parametrize("names", [PROXIES, ("http_proxy",), ("ALL_PROXY",)], ids="+".join)
+def test_the_server_is_asked_without_a_proxy_when_the_user_has_one(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]) -> None:
+    """A proxy cannot reach this machine's loopback: the start, the store and a reader of a dataset
+    ask the server itself, and the user's variables stay as they are."""
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(0.0)
+        for name in names:
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        before = {name: os.environ.get(name) for name in (*PROXIES, "no_proxy", "NO_PROXY")}
+        with monkeypatch.context() as ours:
+            for name in ("AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+                         "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EC2_METADATA_DISABLED"):
+                ours.setenv(name, "")  # put back at the end
+            try:
+                with local_s3.local_s3(tmp_path / "run"):
+                    S3Store(STORE).put("object", BODY)
+                    assert S3Store(STORE).get("object") == BODY
+                    (found,) = Files().describe([f"{STORE}/object"])
+                    assert found.size == len(BODY)
+            except ConfigError as error:
+                if "could not be installed" in str(error):
+                    pytest.skip(str(error))
+                raise
+        assert before == {name: os.environ.get(name) for name in before}
+        with pytest.raises(BlockingIOError):
+            proxy.accept()

@@ -36,6 +36,7 @@ from tenacity import (
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.patterns import Tree, choices_of, folder_of_disk, named
+from elastic_trainer.host.names import is_loopback
 
 Answer = TypeVar("Answer")
 
@@ -312,6 +313,8 @@ def _open(protocol: str, storage_options: dict[str, Any]) -> Any:
                   "max_pool_connections": CONNECTIONS,
                   "response_checksum_validation": "when_required",
                   "request_checksum_calculation": "when_required"}
+        if is_loopback(_endpoint(storage_options)):
+            config["proxies"] = {}  # HTTP_PROXY holds for other hosts
         options["config_kwargs"] = config
         if not {"session", "profile"} & storage_options.keys():
             options["session"] = _session()
@@ -324,6 +327,14 @@ def _open(protocol: str, storage_options: dict[str, Any]) -> Any:
         opened.retries = 1
     opened.batch_size = CONNECTIONS
     return opened
+
+
+def _endpoint(storage_options: dict[str, Any]) -> str:
+    """Return the URL of the S3 server; "" for AWS."""
+    given = (storage_options, storage_options.get("client_kwargs") or {})
+    found = [options.get("endpoint_url") for options in given]
+    found += [os.environ.get(name) for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")]
+    return next(filter(None, found), "")
 
 
 def _session() -> Any:

@@ -9,7 +9,7 @@ What always holds:
    are in the environment of the run's processes, which other users cannot read: not on a command
    line, not in a file.
 2. It listens on 127.0.0.1 alone, and gets nothing of the user's environment. Its files are the
-   user's alone.
+   user's alone. It is asked without a proxy, which HTTP_PROXY may name (state/s3.py).
 3. It and all that it needs are installed as wheels, by the hashes of ministack.txt. An environment
    that another user could have written is not used (setup/trust.py).
 """
@@ -152,7 +152,8 @@ def _make_bucket(server: subprocess.Popen[bytes], data: Path) -> None:
         is_of_boto = isinstance(error, BotoCoreError | ClientError)
         return is_of_boto and not _is_there(error) and server.poll() is None
 
-    config = Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=5)
+    config = Config(retries={"total_max_attempts": 1}, connect_timeout=1, read_timeout=5,
+                    proxies={})
     client = boto3.session.Session().client("s3", config=config)
     retrying = Retrying(retry=retry_if_exception(is_starting), wait=wait_fixed(0.05),
                         stop=stop_after_delay(START_S), reraise=True)
