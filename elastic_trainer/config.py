@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from elastic_trainer.host import excepthook
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 
 EXIT_FINISHED = 0
@@ -56,7 +57,14 @@ worker joins (perf; 10 M parameters, 2 cores)."""
 
 
 class ConfigError(ValueError):
-    """A mistake of the user. The text names the key and a value that works."""
+    """A mistake of the user. The text names the key and a value that works.
+
+    If it is not caught, it is shown with the lines of the user's code alone.
+    """
+
+    def __init__(self, *arguments: object):
+        super().__init__(*arguments)
+        excepthook.shorten(ConfigError)
 
 
 def unusable(run_dir: Path, error: OSError) -> ConfigError:

@@ -22,6 +22,10 @@ STEADY_S = 30.0
 """A worker that lived this long in the world clears the failures of its host."""
 ORDERLY_EXITS = (EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, 1, -15, -9)
 """The exit codes that mean nothing once the attempt is over."""
+NEVER_TRAINED = (
+    "The command ended with exit code 0 on {host} and never began to train: it made no Trainer and "
+    "called no train(), or it made a Trainer and did not loop over it. Write `for step in trainer:` "
+    "(docs/guide/script.md), or run a command that does not train without the launcher.")
 SHELL_CODES = range(126)
 """Exit codes of a program. Shells use 126 and more for what they could not run and for signals."""
 COMMAND_NOT_FOUND = 127
@@ -121,7 +125,7 @@ class Blame:
         is_of_command = code in SHELL_CODES or code == COMMAND_NOT_FOUND
         has_ever_booted = self.has_trained or self.has_booted
         if is_of_command and not has_ever_booted and self.roster.tried >= self.roster.slots():
-            self.user_error = (
+            self.user_error = NEVER_TRAINED.format(host=worker.host) if code == EXIT_FINISHED else (
                 f"The command ended with exit code {code} on {worker.host}, and no worker stood "
                 f"ready on any host. Its output is above.")
         return "boot_failed"

@@ -64,6 +64,7 @@ from elastic_trainer.launch.rendezvous import Rendezvous
 from elastic_trainer.launch.roster import Phase, Worker
 from elastic_trainer.launch.stalls import Stalls
 from elastic_trainer.launch.stragglers import Stragglers
+from elastic_trainer.launch.tracebacks import Tracebacks
 from elastic_trainer.observe.events import Events
 from elastic_trainer.standby.shim import through_shim
 from elastic_trainer.wire.heartbeat import Seat
@@ -91,6 +92,10 @@ a worker left behind may hold its output."""
 BOOT_FAILED = (
     "elastic-trainer: The command ended with exit code {code} on {host} before its worker stood "
     "ready. The driver starts it there again, after a back-off, while that host is listed.")
+
+ENDED_EARLY = (
+    "elastic-trainer: The command ended with exit code 0 on {host} and never began to train. The "
+    "driver starts it there again, after a back-off, while that host is listed.")
 
 
 def stop_deadline(began: float, moved_at: float) -> float:
@@ -164,6 +169,7 @@ class MendedDriver:
         self.desk = MessageDesk(self.membership, events, self.lock,
                                 Hooks(self._decide_soon, self._worker_is_ready))
         self.locations, self.differences = Locations(), Differences(events)
+        self.tracebacks = Tracebacks()
         self.reached = Reached(number_in(env, "NEWEST_STEP"), number_in(env, "RESUME_STEP"))
         self.processes: dict[str, WorkerProcess] = {}
         self.forwards: list[threading.Thread] = []
@@ -262,7 +268,8 @@ class MendedDriver:
             if reason == "differed" and not self.membership.workers[process.name].has_differed:
                 self.differences.report_host(process.host, self.membership.roster)
             if reason == "boot_failed" and not self.membership.blame.user_error:
-                print(BOOT_FAILED.format(code=code, host=process.host), file=sys.stderr)
+                said = BOOT_FAILED if code else ENDED_EARLY
+                print(said.format(code=code, host=process.host), file=sys.stderr)
             self._turn()
 
     # --- what to do (under the lock) ------------------------------------------------------------
@@ -298,7 +305,8 @@ class MendedDriver:
             start, self.address, self.server.server_port, self.key)
         try:
             command = through_shim(self.command, env, not is_remote)
-            process = WorkerProcess(start, command, env, self.settings, sys.stdout, is_remote)
+            process = WorkerProcess(start, command, env, self.settings, sys.stdout, is_remote,
+                                    self.tracebacks)
         except OSError as error:
             self.events.emit("driver.worker_start_failed", host=start.host, error=str(error))
             self.membership.exited(start.worker, 127, time.monotonic())
@@ -388,7 +396,8 @@ class MendedDriver:
             self._report_reached(is_last=True)
         self.events.emit("driver.stopped", verdict=end.verdict, detail=end.detail)
         if end.verdict != "finished":
-            print(f"elastic-trainer: attempt {end.verdict}: {plain_text(end.detail)}",
+            print(f"elastic-trainer: attempt {end.verdict}: "
+                  f"{plain_text(self.tracebacks.shortened(end.detail))}",
                   file=sys.stderr)
         return exit_code_of(end, is_left=bool(self.membership.left))
 

@@ -32,6 +32,7 @@ from elastic_trainer.host.stacks import Answer
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.launch import remote
 from elastic_trainer.launch.actions import Start
+from elastic_trainer.launch.tracebacks import Stream, Tracebacks
 from elastic_trainer.wire.plain import plain_output
 
 SSH_CONNECTION_LOST = 255
@@ -54,7 +55,7 @@ class WorkerProcess:
     """One worker's process. `start` names it; `settings` has horovodrun's options for ssh."""
 
     def __init__(self, start: Start, command: list[str], env: dict[str, str], settings: Any,
-                 output: IO[str], is_remote: bool):
+                 output: IO[str], is_remote: bool, tracebacks: Tracebacks | None = None):
         self.name, self.host, self.is_remote = start.worker, start.host, is_remote
         self.exit_code: int | None = None
         """The exit code that the far end has reported."""
@@ -63,6 +64,7 @@ class WorkerProcess:
         self.last_lines: collections.deque[str] = collections.deque(maxlen=LINES)
         """The end of its stderr. If it died of a signal, faulthandler's stack is there."""
         self.answer, self._state = Answer(), ""
+        self._errors = Stream(tracebacks or Tracebacks(), start.worker, start.host)
         self._names = remote.names_of(env)
         command_here, env_here = command, env
         if is_remote:
@@ -115,12 +117,14 @@ class WorkerProcess:
             lines = [line] if line or not mark else []
             if kind == "stderr":
                 self.last_lines.append(line[:LAST_LINE_CHARACTERS])
-                lines = [rest for one in lines for rest in self.answer.take(one)]
+                lines = [shown for one in lines for rest in self.answer.take(one)
+                         for shown in self._errors.take(rest)]
             self._pass_on(kind, lines, output)
             if mark and self.is_remote:
                 self._take_message(kind, mark + message)
         if kind == "stderr":
-            self._pass_on(kind, self.answer.rest(), output)
+            last = [shown for rest in self.answer.rest() for shown in self._errors.take(rest)]
+            self._pass_on(kind, [*last, *self._errors.rest()], output)
 
     def _pass_on(self, kind: str, lines: list[str], output: IO[str]) -> None:
         for line in lines:

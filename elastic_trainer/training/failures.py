@@ -21,6 +21,10 @@ from elastic_trainer.training.machine_fault import machine_fault
 from elastic_trainer.wire.heartbeat import MachineFault
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
 
+FRAMES = (" ", "Traceback (most recent call last)", "The above exception was the direct cause of",
+          "During handling of the above exception")
+"""How the lines of a traceback begin that are not its exception's."""
+
 
 class PeerFailed(RuntimeError):
     """The user's code raised on another rank; the text is that rank's traceback."""
@@ -80,6 +84,12 @@ def leave_as_odd(error: Exception, driver: Driver, events: Events) -> NoReturn:
     events.flush()
     driver.differ()  # it kills this process
     os._exit(EXIT_DIFFERS)
+
+
+def without_frames(text: str) -> str:
+    """Return another worker's error without its traceback, which that worker has printed."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith(FRAMES)]
+    return "\n".join(lines) or text
 
 
 def end_as_user_error() -> None:

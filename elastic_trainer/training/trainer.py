@@ -182,6 +182,12 @@ class Trainer:
         return self._worker.job.schedule.steps
 
     @property
+    def steps_per_epoch(self) -> int:
+        """The number of steps of one pass over the dataset, also before the loop. A short last
+        batch counts, unless `drop_last` is set. It is the same for every number of workers."""
+        return self._worker.job.schedule.steps_per_epoch
+
+    @property
     def result(self) -> Result:
         """The result of the finished run, the same on every worker."""
         if self._result is None:

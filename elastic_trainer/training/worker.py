@@ -28,6 +28,7 @@ import torch
 
 from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.host import stacks
+from elastic_trainer.host.excepthook import of_user
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.loggers.rows import Rows
 from elastic_trainer.observe import report
@@ -45,6 +46,7 @@ from elastic_trainer.training.failures import (
     end_as_user_error,
     leave_as_dead,
     leave_as_odd,
+    without_frames,
 )
 from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
@@ -212,7 +214,8 @@ class Worker:
         compiled.advise(error)
         if self.launch.horovod:
             debugger.advise(error)
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(
+            of_user(error) if isinstance(error, ConfigError) else error))
         if self.loop and (kind := self.loop.fault_of_machine(error)):
             leave_as_dead(
                 kind,
@@ -391,7 +394,8 @@ def leave_if_sent(error: BaseException, events: Events) -> None:
         sys.exit(EXIT_LEFT)
     if isinstance(error, RunOver):
         events.emit("worker.stopped", verdict=error.verdict, detail=error.detail)
-        print(f"elastic-trainer: {plain_text(error)}", file=sys.stderr)
+        print(f"elastic-trainer: {error.verdict}: {plain_text(without_frames(error.detail))}",
+              file=sys.stderr)
         sys.exit(EXIT_USER_ERROR if error.verdict == "user_error" else EXIT_LEFT)
 
 
