@@ -58,8 +58,11 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'elastic_trainer' has no attribute {name!r}")
     from importlib import import_module
 
-    if _WHERE[name].startswith("training."):
-        from elastic_trainer.setup.required import require_horovod
+    from elastic_trainer.host.own import OursFirst
 
-        require_horovod()
-    return getattr(import_module(f"elastic_trainer.{_WHERE[name]}"), name)
+    with OursFirst():
+        if _WHERE[name].startswith("training."):
+            from elastic_trainer.setup.required import require_horovod
+
+            require_horovod()
+        return getattr(import_module(f"elastic_trainer.{_WHERE[name]}"), name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from elastic_trainer.host.own import OursFirst
 from elastic_trainer.state.store import FolderStore, Store, StoreRefused
 
 
@@ -14,7 +15,8 @@ def open_store(url: str) -> Store:
     """Open `s3://bucket/prefix` or a folder. Raises StoreRefused for a URL that is neither."""
     if url.startswith("s3://"):
         # Here, because boto3 takes a third of a second, and a folder does not need it.
-        from elastic_trainer.state.s3 import S3Store
+        with OursFirst():
+            from elastic_trainer.state.s3 import S3Store
 
         return S3Store(url)
     if "://" in url:

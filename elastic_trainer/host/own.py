@@ -18,6 +18,10 @@ It imports only what Python has loaded before it runs the first line.
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import ModuleType
+
 HERE = os.path.abspath(__file__)
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))
 
@@ -36,6 +40,50 @@ def settle() -> None:
     theirs.pop(ROOT, None)
     first = [folder for folder in sys.path if os.path.abspath(folder) not in theirs]
     sys.path[:] = dict.fromkeys([*first, ROOT, *theirs])
+
+
+class OursFirst:
+    """Within the block, imports pass over the folder of the user's script: it stands first on the
+    path, and a secrets.py in it is for the script.
+
+    Modules of the user's with the name of one that is imported in the block come back after it.
+    Where the script's file has the name of a library that is new, the next import finds the file.
+    """
+
+    _is_entered = False
+
+    def __enter__(self) -> None:
+        self.path, self.folder = sys.path[:], os.path.abspath(sys.path[0] if sys.path else "")
+        self.theirs: dict[str, ModuleType] = {}
+        self.is_first = not OursFirst._is_entered and self.folder != ROOT
+        if not self.is_first:
+            return
+        OursFirst._is_entered = True
+        inside = self.folder + os.sep
+        self.theirs = {
+            name: module for name, module in list(sys.modules.items()) if name != "__main__"
+            and str(getattr(module, "__file__", None) or "").startswith(inside)
+            and "-packages" + os.sep not in str(module.__file__)}
+        for name in self.theirs:
+            del sys.modules[name]
+        self.before = set(sys.modules)
+        sys.path[:] = [*sys.path[1:], sys.path[0]]
+
+    def __exit__(self, *_: object) -> None:
+        if not self.is_first:
+            return
+        OursFirst._is_entered = False
+        if sys.path == [*self.path[1:], *self.path[:1]]:
+            sys.path[:] = self.path
+            for name in set(sys.modules) - self.before:
+                if self._has(name.partition(".")[0]):
+                    del sys.modules[name]
+        sys.modules.update(self.theirs)
+
+    def _has(self, name: str) -> bool:
+        """True if the script's folder has a module of this name."""
+        found = os.path.join(self.folder, name)
+        return os.path.exists(f"{found}.py") or os.path.exists(os.path.join(found, "__init__.py"))
 
 
 def main() -> None:

@@ -24,8 +24,8 @@ ORDERLY_EXITS = (EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, 1, -15, -9)
 """The exit codes that mean nothing once the attempt is over."""
 NEVER_TRAINED = (
     "The command ended with exit code 0 on {host} and never began to train: it made no Trainer and "
-    "called no train(), or it made a Trainer and did not loop over it. Write `for step in trainer:` "
-    "(docs/guide/script.md), or run a command that does not train without the launcher.")
+    "called no train(), or it made a Trainer and did not loop over it. Write `for step in "
+    "trainer:` (docs/guide/script.md), or run a command that does not train without the launcher.")
 SHELL_CODES = range(126)
 """Exit codes of a program. Shells use 126 and more for what they could not run and for signals."""
 COMMAND_NOT_FOUND = 127

@@ -30,6 +30,7 @@ from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Laun
 from elastic_trainer.host import stacks
 from elastic_trainer.host.excepthook import of_user
 from elastic_trainer.host.output import outlive_readers
+from elastic_trainer.host.own import OursFirst
 from elastic_trainer.loggers.rows import Rows
 from elastic_trainer.observe import report
 from elastic_trainer.observe.courier import Courier, shares_runs
@@ -409,7 +410,8 @@ def run_dir_of(options: Options) -> Path | None:
 def shown(events: Events) -> Iterator[None]:
     """Show the progress of a worker that was not launched."""
     # Here: a launched worker shows nothing, and would load rich for nothing.
-    from elastic_trainer.observe.progress import Progress
+    with OursFirst():
+        from elastic_trainer.observe.progress import Progress
 
     progress = Progress()
     events.listeners.append(Guarded(progress, events))
