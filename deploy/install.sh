@@ -82,7 +82,9 @@ python=
 
 lacks() { missing+=("$*"); }   # the fact, the remedy
 
-is_python_new_enough() { "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+is_python_new_enough() {
+    "$1" -I -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null
+}
 
 # A moved or copied environment counts as absent: its scripts have the old path.
 is_venv_usable() {

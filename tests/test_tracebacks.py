@@ -130,7 +130,7 @@ def test_a_mistake_is_printed_once_for_a_run_of_four_workers(tmp_path: Path) -> 
     assert own.ROOT + "/elastic_trainer/training" not in said
 
 
-def test_a_script_that_makes_no_trainer_is_told_so(tmp_path: Path) -> None:
+def test_a_script_without_a_trainer_gets_a_sentence_of_its_own(tmp_path: Path) -> None:
     """It ends with 0, and nothing was trained; so does one that never enters the loop."""
     done = launched(tmp_path, f"{SCRIPT}made(global_batch=8) if 'x' in 'ox' else None\n", workers=2)
     said = done.stdout + done.stderr

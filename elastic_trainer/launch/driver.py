@@ -89,13 +89,12 @@ LAST_OUTPUT_S = 2.0
 """The time for which the driver waits for the last lines of workers that have ended. A process that
 a worker left behind may hold its output."""
 
-BOOT_FAILED = (
-    "elastic-trainer: The command ended with exit code {code} on {host} before its worker stood "
-    "ready. The driver starts it there again, after a back-off, while that host is listed.")
 
-ENDED_EARLY = (
-    "elastic-trainer: The command ended with exit code 0 on {host} and never began to train. The "
-    "driver starts it there again, after a back-off, while that host is listed.")
+def ended_early(code: int, host: str) -> str:
+    """Return what to print of a command that has ended while its worker booted."""
+    how = "before its worker stood ready" if code else "and never began to train"
+    return (f"elastic-trainer: The command ended with exit code {code} on {host} {how}. The driver "
+            f"starts it there again, after a back-off, while that host is listed.")
 
 
 def stop_deadline(began: float, moved_at: float) -> float:
@@ -268,8 +267,7 @@ class MendedDriver:
             if reason == "differed" and not self.membership.workers[process.name].has_differed:
                 self.differences.report_host(process.host, self.membership.roster)
             if reason == "boot_failed" and not self.membership.blame.user_error:
-                said = BOOT_FAILED if code else ENDED_EARLY
-                print(said.format(code=code, host=process.host), file=sys.stderr)
+                print(ended_early(code, process.host), file=sys.stderr)
             self._turn()
 
     # --- what to do (under the lock) ------------------------------------------------------------
@@ -304,16 +302,14 @@ class MendedDriver:
         env = ALLOCATOR | HASH_SEED | FAULTHANDLER | self.env | worker_environment(
             start, self.address, self.server.server_port, self.key)
         try:
-            command = through_shim(self.command, env, not is_remote)
-            process = WorkerProcess(start, command, env, self.settings, sys.stdout, is_remote,
-                                    self.tracebacks)
+            process = WorkerProcess(start, through_shim(self.command, env, not is_remote), env,
+                                    self.settings, sys.stdout, is_remote, self.tracebacks)
         except OSError as error:
             self.events.emit("driver.worker_start_failed", host=start.host, error=str(error))
             self.membership.exited(start.worker, 127, time.monotonic())
             return
         self.processes[start.worker] = process
-        self.forwards = [thread for thread in [*self.forwards, *process.forwards]
-                         if thread.is_alive()]
+        self.forwards = [it for it in (*self.forwards, *process.forwards) if it.is_alive()]
         self.events.emit("driver.worker_started", host=start.host, slot=start.slot,
                          worker=start.worker, pid=process.process.pid, over_ssh=is_remote)
         threading.Thread(target=self._await_exit, args=(process,), daemon=True).start()
@@ -396,9 +392,8 @@ class MendedDriver:
             self._report_reached(is_last=True)
         self.events.emit("driver.stopped", verdict=end.verdict, detail=end.detail)
         if end.verdict != "finished":
-            print(f"elastic-trainer: attempt {end.verdict}: "
-                  f"{plain_text(self.tracebacks.shortened(end.detail))}",
-                  file=sys.stderr)
+            detail = plain_text(self.tracebacks.shortened(end.detail))
+            print(f"elastic-trainer: attempt {end.verdict}: {detail}", file=sys.stderr)
         return exit_code_of(end, is_left=bool(self.membership.left))
 
     def _left_s(self, began: float, may_save: bool) -> float:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_MACHINE, EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.host.excepthook import of_user
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.machine_fault import machine_fault
 from elastic_trainer.wire.heartbeat import MachineFault
@@ -84,6 +86,12 @@ def leave_as_odd(error: Exception, driver: Driver, events: Events) -> NoReturn:
     events.flush()
     driver.differ()  # it kills this process
     os._exit(EXIT_DIFFERS)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error with its traceback: of a mistake of the user, with the user's frames."""
+    return "".join(traceback.format_exception(
+        of_user(error) if isinstance(error, ConfigError) else error))
 
 
 def without_frames(text: str) -> str:

@@ -183,8 +183,7 @@ class Trainer:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps of one pass over the dataset, also before the loop. A short last
-        batch counts, unless `drop_last` is set. It is the same for every number of workers."""
+        """The number of steps of one pass over the dataset, also before the loop."""
         return self._worker.job.schedule.steps_per_epoch
 
     @property

@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -28,7 +27,6 @@ import torch
 
 from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.host import stacks
-from elastic_trainer.host.excepthook import of_user
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.host.own import OursFirst
 from elastic_trainer.loggers.rows import Rows
@@ -47,6 +45,7 @@ from elastic_trainer.training.failures import (
     end_as_user_error,
     leave_as_dead,
     leave_as_odd,
+    text_of,
     without_frames,
 )
 from elastic_trainer.training.job import Job, Result, settled
@@ -215,8 +214,7 @@ class Worker:
         compiled.advise(error)
         if self.launch.horovod:
             debugger.advise(error)
-        text = "".join(traceback.format_exception(
-            of_user(error) if isinstance(error, ConfigError) else error))
+        text = text_of(error)
         if self.loop and (kind := self.loop.fault_of_machine(error)):
             leave_as_dead(
                 kind,
