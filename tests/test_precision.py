@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import TESTS, Cluster, weights_alone
-from faults import Plan
+from faults import RELEASED, Plan
 from test_evaluation import HELD_OUT
 from test_faults import host
 from test_loop import INPUT, SCHEDULE, TARGET, Ears, adamw, built, mse, trained
@@ -308,13 +308,16 @@ JOB = [sys.executable, str(TESTS / "jobs" / "precise.py")]
 
 def through_faults(folder: Path, arguments: list[str], *options: str) -> Cluster:
     """Run the job through two kills and a newcomer; returns the cluster, whose run has ended."""
-    plan = Plan().kill(host=host(2), at="step.prepared", step=8).kill(host=host(1), at="step.voted",
-                                                                    step=25)
+    plan = Plan().add("hold", host=host(0), at="step.prepared", step=4).kill(
+        host=host(2), at="step.prepared", step=12).kill(host=host(1), at="step.voted", step=25)
     with Cluster(folder, hosts=5, start_with=4, command=[*JOB, *arguments, "--step-s", "0.1"],
                  plan=plan, options=options) as cluster:
-        cluster.wait_for_step(4)
+        cluster.wait_until_fired(1)
         cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_for_world(4)
+        cluster.wait_for("newcomer", lambda: any(
+            e["worker"].startswith(f"{host(4)}/") for e in cluster.events("driver.worker_ready")))
+        (folder / RELEASED).touch()
+        cluster.wait_for_world(5)
         assert cluster.finish() == 0
     assert len(cluster.events("worker.evaluated")) == 2
     return cluster

@@ -184,8 +184,9 @@ class RingReducer:
             for bucket in range(1, len(self.buckets)):
                 self._start(bucket, world)
         if self._narrow:
+            # By number: on a worker in its first step they may have filled in another order.
             self._narrow.finish(world, [
-                one for one in self._started.values() if one[1] is not None])
+                one for _, one in sorted(self._started.items()) if one[1] is not None])
         for handle, piece in self._started.values():
             if piece is None:
                 world.wait(handle)
