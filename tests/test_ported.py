@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cluster import TESTS, Cluster, weights_alone
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -57,6 +58,23 @@ def new_lines_of(name: str) -> list[str]:
 def test_a_ported_loop_has_fewer_than_ten_lines_that_are_new(name: str) -> None:
     """All other lines stand in the loop as it was, but for their indentation; the rest goes."""
     assert 0 < len(new_lines_of(name)) < 10
+
+
+def test_the_loop_of_nanogpt_hands_its_model_what_nanogpts_get_batch_does() -> None:
+    """From a file of 16-bit tokens that is mapped: contiguous indices of 64 bits, as the model's
+    `view(-1)` needs them; targets are the inputs, one token later."""
+    text = text_of("nanogpt_after.py")
+    assert all(part in text for part in (
+        "targets.view(-1)", 'np.memmap("train.bin", dtype=np.uint16, mode="r")', "get_batch"))
+    before = text_of("nanogpt_before.py")
+    assert all(line in before for line in text[:text.index("torch.manual_seed")].splitlines()
+               if line and "elastic_trainer" not in line and "nanogpt" not in line)
+    (given,) = re.findall(r"model\((window.*?), (window.*?)\)$", text, re.M)
+    window = torch.arange(8 * 17).to(torch.uint16).view(8, 17)
+    x, y = (eval(part, {"window": window}) for part in given)
+    for one in (x, y):
+        assert one.is_contiguous() and one.dtype == torch.long and one.shape == (8, 16)
+    assert torch.equal(x[:, 1:], y[:, :-1]) and x.view(-1)[0] == 0
 
 
 @pytest.mark.parametrize("name", CHANGED)
