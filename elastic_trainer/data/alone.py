@@ -63,7 +63,8 @@ def _required(folder: Path) -> Path:
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(f"{folder} is not a folder of this user alone (owner {found.st_uid}, "
                           f"mode {stat.S_IMODE(found.st_mode):o}), so another user could lead this "
-                          f"process elsewhere. Remove it, or run: chmod 700 {folder}")
+                          f"process elsewhere. Run: chmod 700 {folder}, remove it, or set "
+                          f"XDG_RUNTIME_DIR to a folder of your own.")
     return folder
 
 
