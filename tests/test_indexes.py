@@ -24,7 +24,7 @@ from elastic_trainer.data.index import MAGIC, Index, store, unpacked
 JUNK: list[Any] = [None, True, -1, 0, 1.5, 2**63, 2**80, 1e308, float("nan"), "", "a", "..", "\0",
                    "\ud800", [], [[]], {}, {"a": 1}, ["a"], [1, 2, 3], "../home/secret.tar",
                    "/etc/passwd", "O", "<i8", "|V8", [["file", "<u4", 1]]]
-MUTATIONS = 2000
+MUTATIONS = 1000
 
 
 def parts_of(content: bytes) -> tuple[Any, bytes]:

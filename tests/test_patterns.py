@@ -1,4 +1,4 @@
-"""A pattern names the same files on a disk and in a bucket."""
+"""A pattern names the same files on a disk and in a bucket (test_streams.py has the bucket)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import os
 from pathlib import Path
 
 import pytest
-import s3_servers
-from faulty_proxy import FaultyProxy
-from test_streams import endpoint, proxy  # noqa: F401 (fixtures)
 
 from elastic_trainer import ConfigError
 from elastic_trainer.data.files import Files
@@ -53,6 +50,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def require_right(root: str) -> None:
+    """Require that all patterns name what they are to name, below a folder or a URL."""
     files = Files()
     for pattern, right in PATTERNS.items():
         found = [url.removeprefix(f"{root}/") for url in files.expand(f"{root}/{pattern}")]
@@ -74,15 +72,6 @@ def test_a_pattern_names_these_files_on_a_disk(tree: Path) -> None:
     assert Files().expand(f"file://{tree}/?.tar") == [f"{tree}/a.tar", f"{tree}/b.tar"]
     assert Files().expand(f"{{{tree}/x,{tree}/run v}}/a.tar") == [
         f"{tree}/x/a.tar", f"{tree}/run v/a.tar"]
-
-
-def test_a_pattern_names_the_same_files_in_a_bucket(
-        proxy: FaultyProxy) -> None:  # noqa: F811
-    """The same patterns, in the same order, with the same refusals."""
-    client = s3_servers.client(proxy.endpoint)
-    for name in FILES:
-        client.put_object(Bucket="bucket", Key=f"patterns/tree/{name}", Body=b"1")
-    require_right("s3://bucket/patterns/tree")
 
 
 def test_links_are_followed_and_no_file_is_named_twice_by_them(tree: Path, tmp_path: Path) -> None:

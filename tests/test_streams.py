@@ -16,6 +16,7 @@ from typing import Any
 import numpy
 import pytest
 import s3_servers
+import test_patterns
 import torch
 from faulty_proxy import FaultyProxy, proxied
 from test_loop import built
@@ -369,6 +370,14 @@ def test_samples_in_a_store_are_those_on_a_disk(bucket: str, proxy: FaultyProxy)
     assert len(reads(proxy)) == 3
     assert_right(again.__getitems__(list(range(20, 28))), range(20, 28))
     assert len(reads(proxy)) == 4
+
+
+def test_a_pattern_names_the_same_files_in_a_bucket_as_on_a_disk(proxy: FaultyProxy) -> None:
+    """The same patterns, in the same order, with the same refusals."""
+    client = s3_servers.client(proxy.endpoint)
+    for name in test_patterns.FILES:
+        client.put_object(Bucket="bucket", Key=f"patterns/tree/{name}", Body=b"1")
+    test_patterns.require_right("s3://bucket/patterns/tree")
 
 
 def test_each_block_is_read_once_when_the_cache_holds_the_dataset(
