@@ -28,6 +28,9 @@ EXIT_USER_ERROR = 70
 EXIT_MACHINE = 71
 """The worker's machine has failed (machine_fault.py). The other workers do the step again
 (EX_OSERR)."""
+EXIT_UNSAVED = 74
+"""The run has done all its steps, and its last checkpoint could not be written. The run is not
+retried: the same command does the steps again that are lost (EX_IOERR)."""
 EXIT_LEFT = 75
 """The worker has no place in the world. Never 0: Horovod takes 0 for the end of the job
 (EX_TEMPFAIL)."""
@@ -109,6 +112,9 @@ class Limits:
     earlier."""
     driver_lost_s: float = 3.0
     """A worker that cannot reach its driver for this time stops, and keeps its state."""
+    save_s: float = 120.0
+    """How long a run that has done all its steps tries to write its last checkpoint. After that it
+    ends with exit code 74."""
     exit_s: float = 60.0
     """From a worker's last message, after it has finished or was dismissed, until its process must
     have ended."""

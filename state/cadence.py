@@ -23,19 +23,26 @@ SHORTEST_S = 2.0
 
 @dataclass(frozen=True)
 class Cadence:
-    """Every `steps` steps, every `seconds` seconds, or (both None) as measured, for at most a
-    `share` of the time."""
+    """Every `steps` steps (0: none but the last), every `seconds` seconds, or (both None) as
+    measured, for at most a `share` of the time."""
 
     steps: int | None = None
     seconds: float | None = None
     share: float = SHARE
 
+    @property
+    def is_last_only(self) -> bool:
+        """True if only the last step of a run, or of an attempt, gets a checkpoint."""
+        return self.steps == 0
+
     @staticmethod
-    def parse(text: int | str) -> Cadence:
-        """Read 50 (steps), "30s", "auto", or "0.5%": auto with another share of the time. Raises
-        ValueError."""
+    def parse(text: int | str | None) -> Cadence:
+        """Read 50 (steps), "30s", "auto", "0.5%" (auto with another share of the time), or 0 and
+        None (none but the last). Raises ValueError."""
         if text == "auto":
             return Cadence()
+        if text is None or str(text) == "0":  # False and 0.0 are no numbers of steps
+            return Cadence(steps=0)
         found = re.fullmatch(r"(\d+(?:\.\d+)?)%", str(text))
         if found and 0 < float(found[1]) <= 100:
             return Cadence(share=float(found[1]) / 100)
@@ -46,7 +53,8 @@ class Cadence:
             return Cadence(steps=int(text))
         raise ValueError(
             f'checkpoint_every is {text!r}. Use a number of steps (50), seconds ("30s"), "auto", '
-            'or the largest share of the time that checkpoints may cost ("0.5%").')
+            'the largest share of the time that checkpoints may cost ("0.5%"), or 0: none but the '
+            'last.')
 
     def __str__(self) -> str:
         """Return the text that `parse` reads."""
@@ -60,7 +68,7 @@ class Cadence:
         """Return the seconds between checkpoints, from the cost of one to the training and the
         losses of all workers so far."""
         if self.steps is not None:
-            return self.steps * step_s
+            return self.steps * step_s if self.steps else math.inf
         if self.seconds is not None:
             return self.seconds
         return max(SHORTEST_S, best_interval_s(cost_s, loss_every_s(losses, observed_s)),

@@ -92,11 +92,15 @@ class Checkpoints:
         wrong = differing(dict(enumerate(digests)))
         self.are_mixed = bool(wrong)
         if wrong:
-            self.known.failures += 1
+            self.known.fail(wrong, is_unknown=False)
             self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
 
-    def begin(self, state: LiveState, rank: int, size: int) -> None:
-        """Copy my share of the state (the only pause), and upload it behind the training."""
+    def begin(self, state: LiveState, rank: int, size: int, *, is_alone: bool = False) -> None:
+        """Copy my share of the state (the only pause), and upload it behind the training.
+
+        Raises what the user's state_dict raises, and CannotKeep, unless this worker `is_alone`:
+        then nobody could do anything about it.
+        """
         if self.plan.from_one:
             # All parts are of rank 0. No part has the number with which the others begin.
             rank, size = (0, 1) if rank == 0 else (sys.maxsize, sys.maxsize)
@@ -106,14 +110,21 @@ class Checkpoints:
         if before and self.known.parts_step == self.known.newest_step:
             share.planned_s = PLANNED * (now - before)  # the next one is due as much later
         try:
+            packed = state.packed()
+        except Exception as error:
+            share.error = f"{type(error).__name__}: {error}"
+            if not is_alone and not isinstance(error, MemoryError):
+                raise
+            return
+        try:
             if self.upload.is_busy():
                 raise StoreUnavailable("the upload before it still holds the memory")
-            share.snapshot = self.memory.copy(state, rank, size)
+            share.snapshot = self.memory.copy(packed, state.committed, rank, size)
             share.facts = state.facts()
             share.parts, share.moved = len(share.snapshot.pieces), time.monotonic()
             share.pause_s = share.moved - share.started
             self.upload.begin(share, state.lineage, self.known.reusable())
-        except Exception as error:  # no memory, no thread, a value that cannot be kept
+        except Exception as error:  # no memory, no thread
             share.error = f"{type(error).__name__}: {error}"
 
     def tick(self) -> None:
@@ -123,7 +134,8 @@ class Checkpoints:
 
     def parts_up(self) -> str:
         """Return my parts, and a digest of the tensors they are cut from, as JSON for `collect`."""
-        assert (share := self.upload.share)
+        share = self.upload.share
+        assert share
         return json.dumps({"tensors": tensors_digest(share.snapshot.header),
                            "parts": [asdict(part) for part in share.done]})
 
@@ -140,10 +152,11 @@ class Checkpoints:
         parts = sorted((Part(**entry) for its in given for entry in its["parts"]),
                        key=lambda part: part.index)
         snapshot = share.snapshot
-        assert [part.index for part in parts] == list(range(snapshot.count)), "a part is missing"
+        if [part.index for part in parts] != list(range(snapshot.count)):  # also under python -O
+            raise AssertionError("a part is missing")
         self.known.take(parts, share.step)
         if not publish:
-            self.known.failures = 0
+            self.known.succeed()
             return
         self.publisher.begin(Draft(
             step=share.step, lineage=lineage, header=snapshot.header, parts=parts,
@@ -153,9 +166,9 @@ class Checkpoints:
     def drop(self, why: str = "") -> None:
         """Forget the checkpoint in flight. Emitted as a failure, unless there is a reason `why`."""
         if share := self.upload.drop():
-            self.known.failures += 1
-            if share.error or not why:
-                error = share.error or "another worker's share failed"
+            error = share.error or ("" if why else "another worker's share failed")
+            self.known.fail(error, is_unknown=False)
+            if error:
                 self.emit("state.checkpoint_failed", step=share.step, error=error)
         self.begun_at = None
 
@@ -180,7 +193,7 @@ class Checkpoints:
         """Make a checkpoint alone, and wait for it. Used when this worker is the last that can."""
         self.drop("written alone instead")
         self.wait()
-        self.begin(state, 0, 1)
+        self.begin(state, 0, 1, is_alone=True)
         self.wait()
         self.tick()
         if self.progress()[0]:
@@ -201,7 +214,7 @@ class Checkpoints:
         elif is_up:
             self.collect([self.parts_up()], state.lineage, publish=True)
         elif is_idle and self.known.newest_step < state.committed:
-            self.begin(state, 0, 1)
+            self.begin(state, 0, 1, is_alone=True)
         self.upload.hurry()
 
     # --- a run goes on --------------------------------------------------------------------------

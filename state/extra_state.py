@@ -16,12 +16,14 @@ class overrides get_extra_state.
 from __future__ import annotations
 
 import base64
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from elastic_trainer.state.forms import mapped
 from elastic_trainer.state.layout import Packed, byte_view, decode, pack
 from elastic_trainer.state.names import plain
 from elastic_trainer.state.rates import as_built
@@ -103,14 +105,8 @@ class ExtraState:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        parts = [_copied(one) for one in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
+    return mapped(value, lambda part, _: part.detach().clone() if isinstance(part, torch.Tensor)
+                  else copy.copy(part))
 
 
 def _text(packed: Packed) -> str:

@@ -4,13 +4,15 @@ live state → here → newcomer (over the network), checkpoint (in the store), 
 
 What always holds:
 1. The same values give the same bytes for every world size.
-2. Every length is checked before anything is built, and only tensors and JSON values are built.
+2. Every length is checked before anything is built, and only tensors, JSON values and the kinds of
+   forms.py are built.
 3. `outline` checks the tree of a header. A header that it accepts can be unpacked, named and
    decoded.
 """
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import os
@@ -19,7 +21,26 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+import numpy
 import torch
+
+from elastic_trainer.state.forms import (
+    KINDS,
+    MOST_BITS,
+    SCALARS,
+    SETS,
+    CannotKeep,
+    Form,
+    build,
+    form_of,
+    is_named_tuple,
+    name_of,
+    plain_tensor,
+    refusal,
+    storage_refusal,
+    tensor_form,
+    tensor_refusal,
+)
 
 FORMAT = 1
 DEEPEST = 100
@@ -39,6 +60,9 @@ class Packed:
 
     header: bytes
     tensors: list[torch.Tensor]
+    classes: Mapping[str, type] | None = None
+    """The classes of named tuples and enumerations that this process knows, by name; None: values
+    are only looked at, and such a value is a plain tuple or a name."""
 
     @property
     def payload_bytes(self) -> int:
@@ -46,48 +70,147 @@ class Packed:
         return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
-def pack(values: Any) -> Packed:
-    """Take a tree of dicts, lists, tuples, JSON scalars and dense tensors apart. The tensors are
-    not copied.
+def pack(values: Any, classes: dict[str, type] | None = None, *, learns: bool = False) -> Packed:
+    """Take a tree of values apart (forms.py has their types). Large tensors are not copied.
 
-    Raises TypeError, with the place in the tree, for other values, and for a tree that is deeper
-    than DEEPEST.
+    `classes` are those of the named tuples and enumerations that this process knows by name; with
+    `learns` all that the tree has are added. Raises CannotKeep, with the place in the tree, for
+    other values, for a tree that is deeper than DEEPEST, and for one that contains itself.
     """
-    tensors: list[torch.Tensor] = []
-    described = _describe(values, tensors, "")
+    writer = _Writer({} if classes is None else classes, learns)
+    described = writer.describe(values, "")
     shapes = [{"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
-              for t in tensors]
-    return Packed(
-        json.dumps({"format": FORMAT, "tensors": shapes, "values": described}).encode(), tensors)
+              for t in writer.tensors]
+    header = json.dumps({"format": FORMAT, "tensors": shapes, "values": described}).encode()
+    return Packed(header, writer.tensors, classes)
 
 
-def _describe(value: Any, tensors: list[torch.Tensor], where: str, depth: int = 0) -> Any:
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        tensors.append(value.detach())
-        return {"$tensor": len(tensors) - 1}
-    if depth > DEEPEST:
-        raise TypeError(
-            f"{where[1:][:80]}… holds containers in containers, more than {DEEPEST} deep, "
-            f"which cannot be kept")
-    depth += 1
-    if isinstance(value, dict):
-        return {"$dict": [[_describe(k, tensors, where, depth),
-                           _describe(v, tensors, f"{where}/{k}", depth)] for k, v in value.items()]}
-    if isinstance(value, tuple):
-        return {"$tuple": [_describe(v, tensors, where, depth) for v in value]}
-    if isinstance(value, list):
-        return [_describe(v, tensors, where, depth) for v in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(
-        f"{where[1:]} holds a {type(value).__name__}, which cannot be kept: only dense tensors, "
-        f"numbers, text and containers of them can")
+class Bare(dict[str, torch.Tensor]):
+    """Tensors by name that are copied in place where they are loaded: their bytes are all that is
+    written, not the class and the strides of each."""
+
+
+class _Writer:
+    """Describes one tree as JSON values."""
+
+    def __init__(self, classes: dict[str, type], learns: bool):
+        self.tensors: list[torch.Tensor] = []
+        self._classes, self._learns = classes, learns
+        self._numbers: dict[int, int] = {}
+        """By id: the numbers of the parts that may be changed, in the order of their ends."""
+        self._parts: list[Any] = []
+        """All parts, so that no other one gets the id of one that is gone."""
+        self._open: set[int] = set()
+
+    def describe(self, value: Any, where: str, depth: int = 0) -> Any:
+        """Return the description of a value. A part that is described for the second time has the
+        number of its first description, so that it comes back as one object."""
+        if type(value) in SCALARS and not (type(value) is int
+                                           and value.bit_length() > MOST_BITS):
+            return value
+        if depth > DEEPEST:
+            raise CannotKeep(
+                f"{where[1:][:80]}… holds containers in containers, more than {DEEPEST} deep, "
+                f"which cannot be kept")
+        if id(value) in self._open:
+            raise CannotKeep(f"{where[1:]} holds a {type(value).__name__} that contains itself, "
+                             f"which cannot be kept")
+        self._open.add(id(value))
+        described = self._described(value, where, depth + 1)
+        self._open.remove(id(value))
+        first = self._numbers.setdefault(id(value), len(self._parts))
+        is_second = first < len(self._parts) and not isinstance(value, UNCHANGING)
+        self._parts.append(value)
+        return {"$same": first, "of": described} if is_second else described
+
+    def _described(self, value: Any, where: str, depth: int) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, where, depth)
+        if type(value) is Bare:
+            return {"$dict": [[name, self._bare(value[name], f"{where}/{name}", depth)]
+                              for name in value]}
+        if type(value) is dict:
+            return {"$dict": [[self._key(k, where, depth),
+                               self.describe(v, f"{where}/{_text(k)}", depth)]
+                              for k, v in value.items()]}
+        if type(value) is tuple:
+            return {"$tuple": [self.describe(v, where, depth) for v in value]}
+        if type(value) is list:
+            return [self.describe(v, where, depth) for v in value]
+        if (form := form_of(value)) is None:
+            raise CannotKeep(f"{where[1:]} holds {refusal(value)}")
+        self._know(value, where)
+        return self._form(form, where, depth)
+
+    def _form(self, form: Form, where: str, depth: int) -> Any:
+        before = len(self.tensors)
+        is_leaf = isinstance(form.main, torch.Tensor)
+        main = (self._bare if is_leaf else self.describe)(form.main, where, depth)
+        if form.kind in SETS:
+            if len(self.tensors) > before:
+                raise CannotKeep(f"{where[1:]} holds a {form.kind} of tensors. Keep a list")
+            main = sorted(main, key=json.dumps)
+        return {"$is": form.kind, "of": main, "with": self.describe(form.more, where, depth)}
+
+    def _tensor(self, value: torch.Tensor, where: str, depth: int) -> Any:
+        if why := tensor_refusal(value):
+            raise CannotKeep(f"{where[1:]} holds {why}")
+        form = tensor_form(value)
+        return self._form(form, where, depth) if form else self._bytes_of(value)
+
+    def _bare(self, value: torch.Tensor, where: str, depth: int) -> Any:
+        if why := storage_refusal(value):
+            raise CannotKeep(f"{where[1:]} is {why}")
+        self._parts.append(value)
+        return self._bytes_of(value)
+
+    def _bytes_of(self, value: torch.Tensor) -> Any:
+        self.tensors.append(plain_tensor(value))
+        return {"$tensor": len(self.tensors) - 1}
+
+    def _key(self, key: Any, where: str, depth: int) -> Any:
+        if isinstance(key, torch.Tensor):
+            raise CannotKeep(f"{where[1:]} holds a dict with a tensor as key, which would come "
+                             f"back as another one. Use its name")
+        return self.describe(key, where, depth)
+
+    def _know(self, value: Any, where: str) -> None:
+        """Learn the class of a named tuple or of an enumeration. Raises CannotKeep if there was
+        none when the loop began: a worker that joins would not know it."""
+        if not (isinstance(value, enum.Enum) or is_named_tuple(value)):
+            return
+        kind = type(value)
+        if self._learns:
+            self._classes.setdefault(name_of(kind), kind)
+        if self._classes.get(name_of(kind)) is not kind:
+            raise CannotKeep(
+                f"{where[1:]} holds a {kind.__qualname__}, and no object in the state held one of "
+                f"this class when the loop began, so a worker that joins would not know it. Let "
+                f"the state hold one from the beginning, or keep plain values")
+
+
+def _text(key: Any) -> str:
+    is_long = isinstance(key, int) and key.bit_length() > MOST_BITS
+    return "a large number" if is_long else str(key)
+
+
+UNCHANGING = (tuple, bytes, complex, int, float, str, range, slice, frozenset, enum.Enum,
+              numpy.generic, torch.dtype, torch.device, torch.layout, torch.memory_format)
+"""What nobody can change: whether two of them are one object makes no difference."""
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's bytes as a flat uint8 tensor on the CPU (a view where that is
     possible)."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat_bytes(plain_tensor(tensor).cpu())
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a plain tensor, on its device (a view where that is possible)."""
+    flat = tensor.contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # a slice of one element counts as contiguous, whatever its stride
+        flat = flat.as_strided(flat.shape, (1,), flat.storage_offset())
+    return flat.view(torch.uint8)
 
 
 def _overlaps(packed: Packed, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice, slice]]:
@@ -112,8 +235,7 @@ def copy_range(packed: Packed, start: int, stop: int, out: torch.Tensor) -> None
     """Copy the bytes [start, stop) of the payload into `out` (uint8, on the CPU), from any
     device."""
     for tensor, inside, among in _overlaps(packed, start, stop):
-        out[among].copy_(tensor.contiguous().reshape(-1).view(torch.uint8)[inside],
-                         non_blocking=True)
+        out[among].copy_(flat_bytes(tensor)[inside], non_blocking=True)
 
 
 def fill_range(packed: Packed, start: int, piece: torch.Tensor) -> None:
@@ -145,6 +267,8 @@ def outline(header: bytes) -> Packed:
     _check_tree(values, 0, numbers := count())
     if (used := next(numbers)) != len(tensors):
         raise LayoutError(f"the header describes {len(tensors)} tensors and uses {used}")
+    if b'"$is"' in header or b'"$same"' in header:
+        unpack(Packed(header, tensors))  # whether each form can be built
     return Packed(header, tensors)
 
 
@@ -177,6 +301,13 @@ def _check_tree(value: Any, depth: int, numbers: Iterator[int]) -> None:
             return
         case {"$tuple": list(inner), **others} if not others:
             pass
+        case {"$is": str(kind), "of": main, "with": more, **others} if not others:
+            if kind not in KINDS:
+                raise LayoutError(f"the header holds a {kind[:40]!r}, which this version does not "
+                                  f"know")
+            inner = [main, more]
+        case {"$same": int(), "of": main, **others} if not others:
+            inner = [main]
         case {"$dict": list(pairs), **others} if not others:
             for pair in pairs:
                 if not isinstance(pair, list) or len(pair) != 2:
@@ -195,9 +326,11 @@ def _check_tree(value: Any, depth: int, numbers: Iterator[int]) -> None:
 
 
 def _is_key(value: Any) -> bool:
-    """True for the key of a dict: no list, no dict, and no tuple that contains one."""
+    """True for the key of a dict: no list, no dict, and no tuple that contains one. Of a form the
+    build decides."""
     if isinstance(value, dict):
-        return "$tensor" in value or ("$tuple" in value and all(map(_is_key, value["$tuple"])))
+        return ("$tensor" in value or "$is" in value
+                or ("$tuple" in value and all(map(_is_key, value["$tuple"]))))
     return not isinstance(value, list)
 
 
@@ -224,6 +357,9 @@ def _places(described: Any, where: str) -> Iterator[str]:
         yield where[1:]
     elif isinstance(described, dict) and "$tuple" in described:
         yield from _places(described["$tuple"], where)
+    elif isinstance(described, dict) and "of" in described:
+        yield from _places(described["of"], where)
+        yield from _places(described.get("with"), where)
     elif isinstance(described, dict):
         for key, value in described["$dict"]:
             yield from _places(key, where)
@@ -243,13 +379,17 @@ def differing(digests: Mapping[int, str]) -> str:
 
 
 def unpack(packed: Packed) -> Any:
-    """Put values together again: the reverse of `pack`. The tensors are not copied."""
-    return _build(json.loads(packed.header)["values"], packed.tensors)
+    """Put values together again: the reverse of `pack`. The tensors are not copied.
+
+    Raises LayoutError for a value of a class that this process does not know.
+    """
+    return _Reader(packed).build(json.loads(packed.header)["values"])
 
 
-def decode(header: bytes, payload: torch.Tensor) -> Any:
+def decode(header: bytes, payload: torch.Tensor,
+           classes: Mapping[str, type] | None = None) -> Any:
     """Build the values from a header and a uint8 payload. The tensors are views of the payload, so
-    the caller gives it away.
+    the caller gives it away. `classes` are those of `Packed`.
 
     Raises LayoutError.
     """
@@ -265,16 +405,42 @@ def decode(header: bytes, payload: torch.Tensor) -> Any:
             piece = piece.clone()
         tensors.append(piece.view(tensor.dtype).reshape(tensor.shape))
         at += size
-    return unpack(Packed(header, tensors))
+    return unpack(Packed(header, tensors, classes))
 
 
-def _build(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_build(v, tensors) for v in value]
-    if isinstance(value, dict):
+class _Reader:
+    """Builds the values of one description."""
+
+    def __init__(self, packed: Packed):
+        self._packed = packed
+        self._parts: list[Any] = []
+
+    def build(self, value: Any) -> Any:
+        """Return a value. Raises LayoutError."""
+        if not isinstance(value, (list, dict)):
+            return value
+        if isinstance(value, dict) and "$same" in value:
+            self.build(value["of"])
+            if not 0 <= value["$same"] < len(self._parts):
+                raise LayoutError("the header names a part that is not there yet")
+            return self._parts[value["$same"]]
+        self._parts.append(built := self._built(value))
+        return built
+
+    def _built(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self.build(v) for v in value]
         if "$tensor" in value:
-            return tensors[value["$tensor"]]
+            return self._packed.tensors[value["$tensor"]]
         if "$tuple" in value:
-            return tuple(_build(v, tensors) for v in value["$tuple"])
-        return {_build(k, tensors): _build(v, tensors) for k, v in value["$dict"]}
-    return value
+            return tuple(self.build(v) for v in value["$tuple"])
+        try:
+            if "$dict" in value:
+                return {self.build(k): self.build(v) for k, v in value["$dict"]}
+            form = Form(value["$is"], self.build(value["of"]), self.build(value["with"]))
+            return build(form, self._packed.classes)
+        except (LayoutError, MemoryError):
+            raise
+        except Exception as error:  # what the writer cannot have written
+            kind = value.get("$is", "dict")
+            raise LayoutError(f"a {kind} cannot be built: {error}"[:300]) from error

@@ -21,6 +21,7 @@ What it does not do: stand in the place of `TorchState` in a script. training/ho
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +30,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from elastic_trainer.state.extra_state import ExtraState
 from elastic_trainer.state.findings import Findings
 from elastic_trainer.state.kinds import check_kinds
-from elastic_trainer.state.layout import MACHINE_BYTES, LayoutError, Packed, outline, pack, unpack
+from elastic_trainer.state.layout import (
+    MACHINE_BYTES,
+    Bare,
+    LayoutError,
+    Packed,
+    outline,
+    pack,
+    unpack,
+)
 from elastic_trainer.state.model_buffers import ModelBuffers
 from elastic_trainer.state.model_parameters import ModelParameters
 from elastic_trainer.state.modes import Modes
@@ -48,7 +57,7 @@ class LiveState:
                  optimizers: Mapping[str, torch.optim.Optimizer] | None = None):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.identity = identity or {}
-        """What decides which samples and bits a step has. Values of another job are refused."""
+        """What decides samples and bits of a step. Values of another job are refused."""
         self.parameters = ModelParameters(model)
         self.model_buffers, self.modes = ModelBuffers(model), Modes(model)
         self.optimizer_values = OptimizerValues(model, optimizer, optimizers)
@@ -56,14 +65,14 @@ class LiveState:
         self.extra_state, self.attributes = ExtraState(model), ModuleAttributes(model)
         self.extras: dict[str, Any] = {}
         """What the user has registered, by name: objects with state_dict and load_state_dict."""
+        self.classes: dict[str, type] = {}  # of named tuples and enumerations, by name (forms.py)
         self.settings: dict[str, Any] = {}
         """What the job was asked for, as JSON values, for the worker that resumes the run."""
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
         self.phase, self.phases = 0, 1
         """The phase of that step to do next, and how many a step has (several.py)."""
-        self.prepared = 0
-        self.begun = 0
+        self.prepared = self.begun = 0
         """Ticks begun: one more than `ticks` while a phase is in flight, and after it broke."""
         self.has_state = False
         """True once this worker holds the run's values."""
@@ -187,11 +196,11 @@ class LiveState:
             "findings": self.findings.values(),
             "lineage": self.lineage,
             **self.rates.values(),
-            "parameters": parameters,
+            "parameters": Bare(parameters),
             "evaluating": self.modes.evaluating(),
             "attributes": self.attributes.changed(),
             "trained": self.parameters.trained(),
-            "buffers": buffers.named,
+            "buffers": Bare(buffers.named),
             "aliases": buffers.aliases,
             "left_out": buffers.left_out,
             "optimizer": self.optimizer_values.values({id(p): n for n, p in parameters.items()}),
@@ -202,9 +211,9 @@ class LiveState:
             **({"run_id": self.run_id} if self.run_id else {}),
         }
 
-    def packed(self) -> Packed:
-        """Return the values as header and tensors, without a copy."""
-        return pack(self.values())
+    def packed(self, *, learns: bool = False) -> Packed:
+        """Return header and tensors, without a copy. `learns`: the classes. Raises CannotKeep."""
+        return pack(self.values(), self.classes, learns=learns)
 
     def fits(self, values: dict[str, Any]) -> None:
         """Raise LayoutError when values are not of this job, model and optimizer."""
@@ -250,13 +259,13 @@ class LiveState:
         if payload_bytes > MACHINE_BYTES:
             raise LayoutError(f"the header describes {payload_bytes} bytes, and this machine has "
                               f"{MACHINE_BYTES}")
-        values = unpack(outlined)
+        values = unpack(replace(outlined, classes=self.classes))
         check_kinds(values)
         values, mine = with_plain_names(values), self.parameters.named()
         self.fits(values)
         idle = {id(tensor): mine[name].grad for name, tensor in values["parameters"].items()}
         return Packed(header, [_memory(tensor, idle.get(id(tensor)))
-                               for tensor in outlined.tensors])
+                               for tensor in outlined.tensors], self.classes)
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over all values, or none. Raises LayoutError when they are not of this model and

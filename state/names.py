@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from elastic_trainer.config import ConfigError
+
 COMPILED = "_orig_mod"
 Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
@@ -40,7 +42,10 @@ def _by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     pairs = [(plain(name), tensor) for name, tensor in named]
     found = dict(pairs)
     names = [name for name, _ in pairs]
-    assert len(found) == len(pairs), f"two tensors have one name without {COMPILED} in {names}"
+    if len(found) != len(pairs):
+        raise ConfigError(f"two tensors of the model have one name without {COMPILED}, which "
+                          f"torch.compile puts in: {names[:8]}. Name no attribute {COMPILED}, and "
+                          f"let a compiled module have no others.")
     return found
 
 

@@ -21,6 +21,7 @@ import torch
 
 from elastic_trainer.state.attributes import Attributes, Kept
 from elastic_trainer.state.foreign import Node, Walk, leaves
+from elastic_trainer.state.forms import mapped
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
 from elastic_trainer.state.rates import taken_in_place, tensor_kind
@@ -207,19 +208,18 @@ def _add_tensors(kept: Kept, entry: Any, *name: Any) -> None:
             kept.add(value, *name, key)
 
 
-def _moved(value: Any, parameter: torch.Tensor, moves_step: bool, key: Any = None) -> Any:
+def _moved(value: Any, parameter: torch.Tensor, moves_step: bool) -> Any:
     """Return what an optimizer keeps of a parameter with its tensors on the parameter's device, in
     its memory format.
 
     Its count of steps stays on the CPU unless it is fused or capturable, as in torch (2.13,
     optim/optimizer.py, _process_value_according_to_param_policy).
     """
-    if isinstance(value, torch.Tensor):
-        if value.shape == parameter.shape and value.stride() != parameter.stride():
-            return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-        return own(value.to(parameter.device) if key != "step" or moves_step else value)
-    if isinstance(value, dict):
-        return {k: _moved(v, parameter, moves_step, k) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(v, parameter, moves_step) for v in value)
-    return value
+    def moved(part: Any, key: Any) -> Any:
+        if not isinstance(part, torch.Tensor):
+            return part
+        if part.shape == parameter.shape and part.stride() != parameter.stride():
+            return torch.empty_like(parameter, dtype=part.dtype).copy_(part)
+        return own(part.to(parameter.device) if key != "step" or moves_step else part)
+
+    return mapped(value, moved)

@@ -73,7 +73,11 @@ class Known:
     """When this worker heard of it, or heard first that there is none: its boot and its wait for a
     place do not count (time.monotonic)."""
     failures: int = 0
-    """Checkpoints that failed since the last one that did not."""
+    """Checkpoints that failed, or were dropped, since the last one that was not."""
+    errors: int = 0
+    """How many of them failed."""
+    why: str = ""
+    """Why the last of them failed."""
     fenced: Fenced | None = None
     """Another attempt has taken over: this one must stop."""
     parts: dict[int, Part] = field(default_factory=dict)
@@ -99,10 +103,18 @@ class Known:
         """
         return self.parts if self.parts_step == self.newest_step else {}
 
-    def fail(self) -> None:
-        """Note that a publication failed: what is in the store of it is unknown."""
+    def fail(self, why: str, *, is_unknown: bool = True) -> None:
+        """Note that a checkpoint failed; "": it was dropped. `is_unknown`: in its publication, so
+        it is not known what is in the store of it."""
         self.failures += 1
-        self.parts = {}
+        if why:
+            self.errors, self.why = self.errors + 1, why
+        if is_unknown:
+            self.parts = {}
+
+    def succeed(self) -> None:
+        """Note that a checkpoint has not failed."""
+        self.failures, self.errors, self.why = 0, 0, ""
 
 
 class Publisher:
@@ -142,7 +154,7 @@ class Publisher:
             self.thread.start()
         except Exception as error:  # no thread: the training goes on
             self.thread = None
-            self._fail(draft.step, error)
+            self._fail(draft.step, f"{type(error).__name__}: {error}")
 
     def tick(self) -> None:
         """Give up a thread that hangs. To be called before each vote."""
@@ -151,9 +163,8 @@ class Publisher:
             self.thread = None
             self.log = CommitLog(self.store)  # the next one takes over from it
             if self.known.newest_step < self._step:  # else only the rubbish hangs
-                self.known.fail()
-                self.emit("state.checkpoint_failed", step=self._step,
-                          error=f"its record was not in the commit log after {UPLOAD_S:.0f} s")
+                self._fail(self._step,
+                           f"its record was not in the commit log after {UPLOAD_S:.0f} s")
 
     def emit_stall(self) -> None:
         """Emit, once, that the record does not get to the store."""
@@ -175,11 +186,11 @@ class Publisher:
         except Fenced as fenced:
             self._take_fence(fenced, draft)
         except Exception as error:  # the training goes on; an old newest one raises an alarm
-            self._fail(draft.step, error)
+            self._fail(draft.step, f"{type(error).__name__}: {error}")
 
-    def _fail(self, step: int, error: Exception) -> None:
-        self.known.fail()
-        self.emit("state.checkpoint_failed", step=step, error=f"{type(error).__name__}: {error}")
+    def _fail(self, step: int, why: str) -> None:
+        self.known.fail(why)
+        self.emit("state.checkpoint_failed", step=step, error=why)
 
     def _append(self, log: CommitLog, draft: Draft) -> Record:
         """Put the record; returns the newest one. Raises Fenced, StoreUnavailable."""
@@ -190,7 +201,8 @@ class Publisher:
         record = log.append(lambda last: self.next_record(last, draft))
         known = self.known
         known.newest_step = max(known.newest_step, record.step)
-        known.published_at, known.failures = time.monotonic(), 0
+        known.published_at = time.monotonic()
+        known.succeed()
         self.kept = {sequence: kept for sequence, kept in self.kept.items()
                      if sequence in record.kept}
         if record.kind == "checkpoint" and record.step == draft.step:  # else it was there before
@@ -216,7 +228,7 @@ class Publisher:
             return
         self.known.newest_step = max(self.known.newest_step, fenced.found.step)
         if fenced.found.step < draft.step:  # by a worker that had lost its way to the driver and us
-            self.known.fail()
+            self.known.fail("")
         self.emit("state.publisher_replaced", step=draft.step, record=fenced.found.sequence)
 
     def see_parts(self, draft: Draft) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from typing import Any
 
 import torch
@@ -142,26 +143,32 @@ def kind_of(scheduler: LRScheduler) -> str:
 
 
 def as_built(mine: Any, theirs: Any) -> Any:
-    """Return a received value with the types and on the devices that it has here.
+    """Return a received value with its tensors on the devices that they have here.
 
-    Nothing of `mine` is changed. The layout keeps a Counter (MultiStepLR's milestones) as a dict,
-    and brings all tensors on the CPU.
+    Nothing of `mine` is changed. Version 0.1 kept a Counter (MultiStepLR's milestones) as a dict,
+    and a named tuple as a tuple: these get the types that they have here. A part that needs no
+    change stays the same object.
     """
     if isinstance(mine, torch.Tensor):
         return theirs.to(mine.device) if isinstance(theirs, torch.Tensor) else theirs
     if isinstance(mine, dict) and isinstance(theirs, dict):
-        whole = copy.copy(mine)
+        found = {key: as_built(mine.get(key), value) for key, value in theirs.items()}
+        source = mine if type(theirs) is dict else theirs
+        if type(source) is type(theirs) and all(found[key] is theirs[key] for key in theirs):
+            return theirs
+        whole = copy.copy(source)
         whole.clear()
-        whole.update({key: as_built(mine.get(key), value) for key, value in theirs.items()})
+        whole.update(found)
         return whole
-    if (
-        isinstance(mine, (list, tuple))
-        and isinstance(theirs, (list, tuple))
-        and len(mine) == len(theirs)
-    ):
-        parts = [as_built(*pair) for pair in zip(mine, theirs, strict=True)]
-        return type(mine)(*parts) if hasattr(mine, "_fields") else type(mine)(parts)
-    return theirs
+    if not isinstance(mine, (list, tuple)) or not isinstance(theirs, (list, tuple)):
+        return theirs
+    if len(mine) != len(theirs):
+        return theirs
+    parts = [as_built(*pair) for pair in zip(mine, theirs, strict=True)]
+    kind = type(mine) if isinstance(mine, type(theirs)) else type(theirs)
+    if kind is type(theirs) and all(map(operator.is_, parts, theirs)):
+        return theirs
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 def taken_in_place(mine: Any, theirs: Any) -> Any:

@@ -67,11 +67,10 @@ class SnapshotMemory:
         count = -(-total // self.part_bytes)
         return min(total, -(-count // size) * self.part_bytes)
 
-    def copy(self, state: LiveState, rank: int, size: int) -> Snapshot:
-        """Copy my share of the state. Raises MemoryError, RuntimeError, TypeError."""
-        packed = state.packed()
+    def copy(self, packed: Packed, step: int, rank: int, size: int) -> Snapshot:
+        """Copy my share of the state after a step. Raises MemoryError, RuntimeError."""
         cuts = range(0, packed.payload_bytes, self.part_bytes)
-        snapshot = Snapshot(state.committed, packed.header, packed.payload_bytes, len(cuts))
+        snapshot = Snapshot(step, packed.header, packed.payload_bytes, len(cuts))
         self._make_room(self.share_bytes(packed.payload_bytes, size))
         at = 0
         for index, start in list(enumerate(cuts))[rank::size]:

@@ -19,7 +19,13 @@ from hypothesis import strategies as st
 from netlab import wait_for
 from test_malformed import MALFORMED
 
-from elastic_trainer.config import EXIT_FINISHED, EXIT_LEFT, EXIT_NO_HOSTS, EXIT_USER_ERROR
+from elastic_trainer.config import (
+    EXIT_FINISHED,
+    EXIT_LEFT,
+    EXIT_NO_HOSTS,
+    EXIT_UNSAVED,
+    EXIT_USER_ERROR,
+)
 from elastic_trainer.host.processes import is_worker
 from elastic_trainer.launch import remote
 from elastic_trainer.launch.attempts import (
@@ -40,7 +46,7 @@ from elastic_trainer.observe.status import Status, fold
 EXIT_CODES = st.integers(-64, 255)
 OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in
                                  (EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_USER_ERROR,
-                                              EXIT_BAD_COMMAND))
+                                  EXIT_UNSAVED, EXIT_BAD_COMMAND))
 
 
 @pytest.mark.parametrize(("exit_code", "was_interrupted", "idle", "following"), [

@@ -29,6 +29,7 @@ from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s
 from elastic_trainer.state.checkpoint import PARTS, Part, Plan, parts_of
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog, Record
+from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.layout import LayoutError, Packed
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.publish import collect_rubbish
@@ -1215,17 +1216,20 @@ def test_memory_for_a_checkpoint_made_alone_is_given_back(tmp_path: Path) -> Non
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
-def test_a_value_that_cannot_be_kept_ends_no_training(tmp_path: Path) -> None:
-    """It raises neither when memory is made, nor when the checkpoint is. That checkpoint fails with
-    the reason."""
+def test_a_value_that_cannot_be_kept_ends_the_training_when_the_checkpoint_begins(
+        tmp_path: Path) -> None:
+    """It raises not when memory is made. A worker that is alone with the state goes on: its
+    checkpoint fails with the reason."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
     state.optimizer.state[next(state.model.parameters())]["odd"] = object()
     worker.memory.prepare(state, 1)
-    worker.begin(state, 0, 1)
+    with pytest.raises(CannotKeep, match=r"state/0\.weight/odd holds a object"):
+        worker.begin(state, 0, 1)
+    worker.begin(state, 0, 1, is_alone=True)
     assert ticked(worker) == (
-        False, True) and worker.upload.share and "cannot be kept" in worker.upload.share.error
+        False, True) and worker.upload.share and "holds a object" in worker.upload.share.error
 
 
 def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
@@ -1409,7 +1413,8 @@ def test_a_checkpoint_costs_no_less_than_its_pause() -> None:
         (Cadence(), 0.5, 0, 0, 61),  # the root of 2 x 0.5 x 3600 and a bit
         (Cadence(seconds=30.0), 0.5, 0, 1, 2),
         (Cadence(steps=40), 0.5, 0, 3, 8),
-        (Cadence(), 0.5, 0, 100, 60)
+        (Cadence(), 0.5, 0, 100, 60), (Cadence(steps=0), 0.5, 10**4, 0, 1000),
+        (Cadence(steps=0), 0.5, 10**4, 3, 1000)
     ])
 def test_a_checkpoint_is_due_when_it_pays(monkeypatch: pytest.MonkeyPatch, every: Cadence,
                                           pause_s: float, lost: int, failures: int,
@@ -1455,13 +1460,17 @@ def test_the_share_that_checkpoints_may_cost_is_the_users() -> None:
                                                ("auto", Cadence()), ("30s", Cadence(seconds=30.0)),
                                                ("0.5s", Cadence(seconds=0.5)),
                                                ("0.5%", Cadence(share=0.005)),
-                                               ("10%", Cadence(share=0.1))])
+                                               ("10%", Cadence(share=0.1)),
+                                               (0, Cadence(steps=0)), ("0", Cadence(steps=0)),
+                                               (None, Cadence(steps=0))])
 def test_a_cadence_is_steps_seconds_or_auto(text: Any, cadence: Cadence) -> None:
     """What the user writes: a share of the time is auto for at most that."""
-    assert Cadence.parse(text) == cadence
+    assert Cadence.parse(text) == cadence == Cadence.parse(str(cadence))
 
 
-@pytest.mark.parametrize("text", [0, -1, "0s", "often", "", "s", 1.5, "0%", "101%", "%"])
+@pytest.mark.parametrize("text", [
+    -1, "0s", "often", "", "s", 1.5, "0%", "101%", "%", False, True, 0.0, "-0", "00", "none",
+    "None", "never"])
 def test_a_cadence_is_refused_when_it_is_none_of_them(text: Any) -> None:
     """The error names what works."""
     with pytest.raises(ValueError, match="auto"):

@@ -71,7 +71,7 @@ def fit(
     gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None,
     precision: int | str = "32-true", seed: int = 0, ema: float | None = None,
     swa: Swa | None = None, state: Mapping[str, Any] | None = None,
-    min_shard_samples: int | None = None, checkpoint_every: int | str | None = None,
+    min_shard_samples: int | None = None, checkpoint_every: int | str | None = "auto",
     keep_last: int = 3, keep_every: int = 0, reduce: str | None = None, on_nan: str = "raise",
     run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
     listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
@@ -110,7 +110,7 @@ def fit(
         order=sources.train.order, drop_last=sources.train.drop_last,
         min_shard_samples=min_shard_samples,
         collate=sources.train.collate, loader=sources.train.loader,
-        checkpoint_every=checkpoint_every or asked.interval(numbers.steps_per_epoch),
+        checkpoint_every=asked.interval(numbers.steps_per_epoch, checkpoint_every),
         keep_last=keep_last, keep_every=keep_every, reduce=reduce, on_nan=on_nan, run_dir=run_dir,
         store=store, listeners=listeners, loggers=loggers, timeline=timeline,
         progress=progress and asked.shows_progress, **options)

@@ -144,8 +144,11 @@ class Callbacks:
     every_epochs: int = 0
     """The interval of checkpoints in epochs; 0: not given."""
 
-    def interval(self, steps_per_epoch: int) -> int | str:
-        """Return the interval of checkpoints, as the option checkpoint_every."""
+    def interval(self, steps_per_epoch: int, given: int | str | None) -> int | str | None:
+        """Return the interval of checkpoints, as the option checkpoint_every; `given` is that of
+        fit()."""
+        if given != "auto":
+            return given
         return self.every_epochs * steps_per_epoch or self.every
 
 

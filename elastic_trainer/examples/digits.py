@@ -62,7 +62,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0,
                         help="for the weights and the order of the samples")
     parser.add_argument("--checkpoint-every", default="auto",
-                        help='steps (50), seconds ("30s"), "auto", or share of the time ("0.5%%")')
+                        help='steps (50), seconds ("30s"), "auto", "0.5%%" of the time, 0: last')
     return parser.parse_args()
 
 

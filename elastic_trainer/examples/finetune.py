@@ -84,7 +84,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--evaluate-every", type=int, default=50,
                         help="steps between two evaluations")
     parser.add_argument("--checkpoint-every", default="auto",
-                        help='steps (50), seconds ("30s"), "auto", or share of the time ("0.5%%")')
+                        help='steps (50), seconds ("30s"), "auto", "0.5%%" of the time, 0: last')
     return parser.parse_args()
 
 

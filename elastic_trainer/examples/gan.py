@@ -125,7 +125,7 @@ def parse_options() -> argparse.Namespace:
         help="for the weights, the order of the samples, and the noise")
     add("--show", action="store_true", help="print a made digit at the end")
     add("--checkpoint-every", default="auto",
-        help='steps (50), seconds ("30s"), "auto", or share of the time ("0.5%%")')
+        help='steps (50), seconds ("30s"), "auto", "0.5%%" of the time, 0: last')
     return parser.parse_args()
 
 

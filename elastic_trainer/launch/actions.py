@@ -42,7 +42,7 @@ class End:
     """End the attempt."""
 
     verdict: str
-    """finished · failed · user_error · interrupted"""
+    """finished · failed · user_error · interrupted · unsaved"""
     detail: str
 
 

@@ -33,6 +33,7 @@ from elastic_trainer.config import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_NO_HOSTS,
+    EXIT_UNSAVED,
     EXIT_USER_ERROR,
     ConfigError,
 )
@@ -81,6 +82,8 @@ def decide_next(exit_code: int, was_interrupted: bool, attempts_without_progress
         return Next("finished", EXIT_FINISHED)
     if was_interrupted or exit_code == EXIT_INTERRUPTED:
         return Next("interrupted", EXIT_INTERRUPTED)
+    if exit_code == EXIT_UNSAVED:
+        return Next("unsaved", EXIT_UNSAVED)  # its workers have tried it for save_s
     if exit_code in (EXIT_USER_ERROR, EXIT_BAD_COMMAND):
         return Next("user_error", exit_code)
     if attempts_without_progress >= MAX_ATTEMPTS_WITHOUT_PROGRESS and not attempts_without_hosts:

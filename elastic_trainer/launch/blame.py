@@ -13,14 +13,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic_trainer.config import EXIT_DIFFERS, EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR
+from elastic_trainer.config import (
+    EXIT_DIFFERS,
+    EXIT_FINISHED,
+    EXIT_LEFT,
+    EXIT_UNSAVED,
+    EXIT_USER_ERROR,
+)
 from elastic_trainer.host.crash import SAME_CRASHES, SameCrashes
 from elastic_trainer.launch.roster import Host, Phase, Roster, Worker
 from elastic_trainer.wire.heartbeat import MachineFault
 
 STEADY_S = 30.0
 """A worker that lived this long in the world clears the failures of its host."""
-ORDERLY_EXITS = (EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, 1, -15, -9)
+ORDERLY_EXITS = (EXIT_FINISHED, EXIT_LEFT, EXIT_USER_ERROR, EXIT_UNSAVED, 1, -15, -9)
 """The exit codes that mean nothing once the attempt is over."""
 NEVER_TRAINED = (
     "The command ended with exit code 0 on {host} and never began to train: it made no Trainer and "

@@ -38,6 +38,7 @@ from elastic_trainer.config import (
     ALLOCATOR,
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
+    EXIT_UNSAVED,
     EXIT_USER_ERROR,
     HASH_SEED,
     Limits,
@@ -106,7 +107,8 @@ def exit_code_of(end: End, *, is_left: bool) -> int:
     """Return the driver's exit code. `is_left`: the user's loop was left by break or return."""
     if end.verdict == "interrupted" and is_left:
         return EXIT_INTERRUPTED  # after a signal the supervisor, which sent it, knows
-    return {"finished": EXIT_FINISHED, "user_error": EXIT_USER_ERROR}.get(end.verdict, 1)
+    codes = {"finished": EXIT_FINISHED, "user_error": EXIT_USER_ERROR, "unsaved": EXIT_UNSAVED}
+    return codes.get(end.verdict, 1)
 
 
 def number_in(env: dict[str, str], name: str) -> int:

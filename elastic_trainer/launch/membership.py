@@ -71,6 +71,8 @@ class Membership:
         """A member has passed the last vote, so all members have applied the last step."""
         self.left = ""
         """Why the user's code on a worker has stopped the run, without an error."""
+        self.unsaved = ""
+        """Why the last checkpoint could not be written, as the first worker reports it."""
         self.verdict: End | None = None
         self.decided_at = 0.0
 
@@ -103,6 +105,7 @@ class Membership:
             self.blame.raised(worker, heartbeat.error)
         if heartbeat.left and not self.roster.is_let_go(worker):
             self.left = self.left or heartbeat.left
+        self.unsaved = self.unsaved or heartbeat.unsaved
         if heartbeat.phase == "reviving":
             worker.phase, worker.started_at, worker.accepted = Phase.BOOTING, now, 0
         elif heartbeat.phase != "booting" and heartbeat.generation == worker.generation:
@@ -197,6 +200,8 @@ class Membership:
         if error := (self.blame.user_error
                      or self.blame.common_crash(state_exists=self.state_exists)):
             return End("user_error", error)
+        if self.unsaved:
+            return End("unsaved", self.unsaved)
         if self.left:
             return End("interrupted", self.left)
         if self.is_finished:

@@ -32,6 +32,8 @@ from elastic_trainer.observe.segments import Position, Reader, first_line
 PAST_FILE = ".past.json"
 FORMAT = 2
 OF_DRIVER_AND_SUPERVISOR = ("driver.", "attempt.", "run.started", "run.host_not_reached")
+KEPT = ("finished", "interrupted", "unsaved")
+"""The verdicts of attempts that have not lost all their workers."""
 COUNTED_BY = {"counted_by": "driver"}
 """The mark in an attempt.started: this attempt's driver logs the run's progress."""
 
@@ -53,7 +55,7 @@ class Past:
     trained: list[int] = field(default_factory=list)
     """Attempts that have finished a step."""
     kept: list[int] = field(default_factory=list)
-    """Attempts that ended as finished or interrupted."""
+    """Attempts that ended with a verdict of KEPT."""
     living: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Workers that have started and not gone: attempt and name → facts."""
     started: list[list[Any]] = field(default_factory=list)
@@ -92,7 +94,7 @@ class Past:
             self._reach(attempt, event["step"] + 1, 0)
         elif name == "state.checkpoint_published":
             self._reach(attempt, 0, event["step"])
-        elif name == "attempt.ended" and event["verdict"] in ("finished", "interrupted"):
+        elif name == "attempt.ended" and event["verdict"] in KEPT:
             self.kept.append(attempt)
         elif name == "driver.host_added":
             self.has_had_hosts = True

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-FINAL = ("finished", "interrupted", "user_error")
+FINAL = ("finished", "interrupted", "user_error", "unsaved")
 """The verdicts of an attempt that none follows (launch/attempts.py)."""
 BEGINS = ("run.started", "attempt.started")
 _LATE = "run.host_not_reached"

@@ -2,7 +2,8 @@
 
 here → event_table
 
-`attempt.ended` says that the run is over if its verdict is finished, interrupted or user_error.
+`attempt.ended` says that the run is over if its verdict is finished, interrupted, user_error or
+unsaved.
 After the verdict failed another attempt follows, or run.given_up or run.stopped.
 """
 
@@ -20,6 +21,7 @@ from elastic_trainer.observe.fields import (
     SAMPLES,
     STEP,
     TEXT,
+    WHOLE_OR_MINUS_ONE,
     has,
     may_read,
     one_of,
@@ -27,7 +29,7 @@ from elastic_trainer.observe.fields import (
 )
 
 _DETAIL, INFO, WARNING, ERROR = Level
-VERDICT = one_of("finished", "failed", "user_error", "interrupted")
+VERDICT = one_of("finished", "failed", "user_error", "interrupted", "unsaved")
 
 RUN = (
     EventKind("run.started", INFO, "A person, or the service, has started the run or resumed it.",
@@ -49,6 +51,13 @@ RUN = (
         "No attempt follows: 5 attempts in a row had neither a new step nor a checkpoint.",
         reads(attempt=ATTEMPT), "the run ends: 5 attempts in a row had no progress",
         remedy="Read the events before. The same command goes on with the run."),
+    EventKind(
+        "run.left_unsaved", ERROR,
+        "The run has done all its steps, and its last checkpoint could not be written. Its exit "
+        "code is 74.", has(step=STEP, error=TEXT, newest_checkpoint=WHOLE_OR_MINUS_ONE),
+        "the last checkpoint of step {step} could not be written: {error}",
+        remedy="Mend the store (its error says how). The same command goes on from the newest "
+               "checkpoint, and does the steps after it again."),
     EventKind(
         "run.stopped", INFO,
         "A person, or the service, has stopped the run while it waited for its next attempt.",

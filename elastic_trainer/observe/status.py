@@ -278,7 +278,7 @@ def _run_finished(status: Status, event: Event) -> Status:
 
 
 _PHASE_AFTER = {"finished": "finished", "failed": "restarting", "user_error": "failed",
-                "interrupted": "interrupted"}
+                "interrupted": "interrupted", "unsaved": "failed"}
 _FOLDS: dict[str, Callable[[Status, Event], Status]] = {
     "run.started": _run_started,
     "attempt.started": _attempt_started,

@@ -198,7 +198,8 @@ class Planner:
                 self._pools()]
 
     def _cadence(self) -> Question:
-        choices = [self.choice(f"{name} steps" if name.isdigit() else name,
+        choices = [self.choice("only the last" if name == "0" else
+                               f"{name} steps" if name.isdigit() else name,
                                policy=replace(self.policy, checkpoint=Cadence.parse(name)),
                                is_given=name == self.every)
                    for name in dict.fromkeys([self.every, *INTERVALS])]

@@ -236,12 +236,13 @@ class _Run:
         intervals = self._intervals(ends, whole_s / float(steps[-1]))
         every_s, kept_s = sum(intervals) / len(intervals), whole_s
         if is_lost:
+            leaves = done[:-1][is_left & (not policy.checkpoint.is_last_only)]
             kept_s = last_published_s(
-                whole_s, np.maximum(0.0, done[:-1][is_left] - fmean(costs.publish_s)).tolist(),
+                whole_s, np.maximum(0.0, leaves - fmean(costs.publish_s)).tolist(),
                 done[:-1][is_hit].tolist(),
                 self._following(intervals, done, steps), lambda: self._one(costs.publish_s),
                 first_s=self._first_s(intervals, done, steps), usual_s=every_s)
-        share = every_s / (every_s + costs.checkpoint_s)
+        share = every_s / (every_s + costs.checkpoint_s) if math.isfinite(every_s) else 1.0
         self.steps += share * float(np.interp(kept_s, done, steps))
         self.useful_s += share * float(np.interp(kept_s, done, useful))
         self.trained_s += whole_s

@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--shards", type=int, help="parts of the batch (default: the run's, or 4 for each host)")
     add("--batch", type=int, metavar="SAMPLES",
         help="samples of a step (default: the run's); a shard takes as long as it has samples")
-    add("--checkpoint-every", help="as in train() (default: the run's, or auto)")
+    add("--checkpoint-every", help="as in train(), 0: only the last (default: the run's or auto)")
     add("--no-standby", action="store_true", help="hosts have no standby")
     add("--np", type=int, help="workers to begin with, as in run (default: all hosts)")
     add("--min-np", type=int, default=1, help="wait while fewer are left (%(default)s)")

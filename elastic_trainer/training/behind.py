@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from elastic_trainer.state.layout import Packed, unpack
+from elastic_trainer.state.layout import unpack
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.evaluation import Evaluations
 from elastic_trainer.training.gradients import Gradients
@@ -89,7 +90,7 @@ class Behind:
         if self._has_handed_over:
             return
         packed = self.state.packed()
-        kept = Packed(packed.header, [tensor.clone() for tensor in packed.tensors])
+        kept = replace(packed, tensors=[tensor.clone() for tensor in packed.tensors])
         yield Finished(self.state.committed - 1)
         self.state.load(unpack(kept))
 

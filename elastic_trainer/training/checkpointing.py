@@ -37,6 +37,7 @@ from elastic_trainer.state.stores import open_store
 from elastic_trainer.state.upload import Share
 from elastic_trainer.training.best import Best
 from elastic_trainer.training.timing import Timing
+from elastic_trainer.training.unsaved import Told, no_checkpoint, tell_last, unsaved
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Driver
 from elastic_trainer.world.vote import CheckpointBallot, Outcome
@@ -47,6 +48,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S, LONGER = 0.05, 1.0, 1.3
 """Between two looks at the store, for a worker that waits until another one has published the last
 checkpoint. All workers look: hundreds of them, 20 times a second, would be all that the store can
 answer."""
+LONGEST_LAST_PAUSE_S = 10.0
+"""Between two tries to write the last checkpoint of a run."""
 LAST_TRIES = 3
 """How often the checkpoint at the end of a run, or of an attempt, is tried."""
 
@@ -165,6 +168,16 @@ def _ballot(checkpoints: Checkpoints, is_wanted: bool) -> CheckpointBallot:
                             newest_step=checkpoints.known.newest_step)
 
 
+def _seen(checkpoints: Checkpoints | None, phase: Phase) -> str:
+    if checkpoints is None:
+        return "<Checkpointing: no store>"
+    share, known = checkpoints.upload.share, checkpoints.known
+    parts = f" step {share.step}, {len(share.done)}/{share.parts} parts" if share else ""
+    fenced = ", fenced" if known.fenced else ""
+    return (f"<Checkpointing {phase.value}{parts}; newest published step {known.newest_step}, "
+            f"{known.failures} failures since{fenced}>")
+
+
 def open_checkpoints(launch: Launch, plan: Plan, events: Events,
                      facts: dict[str, Any]) -> Checkpoints | None:
     """Open the store of this run; None if the run has neither a store nor a folder.
@@ -193,15 +206,10 @@ class Checkpointing:
         self._is_leave_tried = False
         """True if this worker is rank 0 and has begun a checkpoint since."""
         self._has_room = False
+        self._told = Told()
 
     def __repr__(self) -> str:
-        if (checkpoints := self.checkpoints) is None:
-            return "<Checkpointing: no store>"
-        share, known = checkpoints.upload.share, checkpoints.known
-        parts = f" step {share.step}, {len(share.done)}/{share.parts} parts" if share else ""
-        fenced = ", fenced" if known.fenced else ""
-        return (f"<Checkpointing {self.phase.value}{parts}; newest published step "
-                f"{known.newest_step}, {known.failures} failures since{fenced}>")
+        return _seen(self.checkpoints, self.phase)
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -231,8 +239,9 @@ class Checkpointing:
 
     def _is_leave_unsaved(self) -> bool:
         heard = self.state.committed if self._leave_heard is None else self._leave_heard
+        leaves = self.driver.is_host_leaving() and not self.timing.every.is_last_only
         return self.checkpoints is not None and is_leave_unsaved(
-            self.driver.is_host_leaving(), heard_step=heard, is_tried=self._is_leave_tried,
+            leaves, heard_step=heard, is_tried=self._is_leave_tried,
             newest_step=self.checkpoints.known.newest_step)
 
     def ballot(self, rank: int) -> CheckpointBallot:
@@ -260,6 +269,7 @@ class Checkpointing:
             return
         checkpoints.tick()
         if rank == 0:
+            self._told.look(checkpoints.known)
             self.timing.tick(self.state.committed + 1, checkpoints.known.newest_step,
                              checkpoints.known.published_at)
         # Not while one is in flight, which does not hold what was trained since it was begun.
@@ -311,29 +321,41 @@ class Checkpointing:
                           pause_s=self.timing.pause_s)
 
     def publish_now(self, world: Peers, vote: Callable[[CheckpointBallot], Outcome], *,
-                    instead: bool = False) -> None:
+                    instead: bool = False, patience_s: float = 0.0) -> None:
         """Publish a checkpoint of the last step and wait for it, all workers together.
 
-        After LAST_TRIES failures the loop goes on without it. `instead`: drop an older one that is
-        in flight, because the seconds that are left may not suffice for both.
+        After LAST_TRIES failures, and `patience_s`, the loop goes on without it. `instead`: drop an
+        older one that is in flight, because the seconds that are left may not suffice for both.
         """
         if (checkpoints := self.checkpoints) is None:
             return
-        committed, tries = self.state.committed, 0
+        committed, tries, until = self.state.committed, 0, time.monotonic() + patience_s
         if instead and checkpoints.upload.share and checkpoints.upload.share.step < committed:
             checkpoints.drop("a newer one is made at once")
         while True:
             checkpoints.wait()  # the store
             checkpoints.tick()
             known, had_share = checkpoints.known, checkpoints.upload.share is not None
-            wanted = is_last_wanted(world.rank, had_share, committed=committed, tries=tries,
+            is_patient = time.monotonic() < until and not self.driver.wants_stop()
+            wanted = is_last_wanted(world.rank, had_share, committed=committed,
+                                    tries=0 if is_patient else tries,
                                     newest_step=known.newest_step,
                                     is_fenced=known.fenced is not None)
+            if wanted and tries and is_patient:  # the other workers wait in the vote
+                self._told.look(known)
+                time.sleep(min(LONGEST_LAST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(tries, 10)))
             control = vote(_ballot(checkpoints, wanted))
             self.obey(control, world)
             tries += bool(control.checkpoint)
             if not had_share and not control.checkpoint:
                 return
+
+    def publish_last(self, world: Peers, vote: Callable[[CheckpointBallot], Outcome]) -> None:
+        """Publish the checkpoint of a run that has done all its steps. Only memory holds the state,
+        so it is tried for `save_s`. Raises Unsaved on all workers if that fails."""
+        self.publish_now(world, vote, patience_s=(tried_s := self.launch.limits.save_s))
+        if self.checkpoints and self.newest_step() < (steps := self.state.committed):
+            raise unsaved(steps, self.checkpoints.known, tried_s, world.rank, self.events)
 
     def publish_best(self, best: Best | None, world: Peers,
                      vote: Callable[[CheckpointBallot], Outcome]) -> None:
@@ -363,6 +385,7 @@ class Checkpointing:
                 checkpoints.write_alone(state)
             time.sleep(pause_s)
             pause_s = min(LONGEST_PAUSE_S, LONGER * pause_s)
+        tell_last(state.committed, checkpoints.known)
 
     def write_alone(self) -> int:
         """Publish the state of this worker, which no other one has; return the newest step that is
@@ -404,10 +427,7 @@ class Checkpointing:
             time.sleep(RESTORE_PAUSE_S)
             raise PeersLost(f"the store: {error}") from error
         if step is None and launch.resume_step:
-            raise ConfigError(
-                f"the run has a checkpoint of step {launch.resume_step}, but {launch.run_dir} on "
-                f"this host has none. Give the same --store as before, or put the folder of runs "
-                f"(--runs-dir) on a disk that all hosts share.")
+            raise no_checkpoint(launch)
         return step
 
     def withdraw(self, world: Peers, newest: int) -> int:

@@ -19,6 +19,7 @@ import torch
 from horovod.torch.elastic.sampler import ElasticSampler
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.layout import Packed, copy_range, decode
 from elastic_trainer.state.live_state import LiveState
 
@@ -28,6 +29,7 @@ class LastCommit:
 
     def __init__(self) -> None:
         self._header = b""
+        self._classes: Mapping[str, type] | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self.step = -1
         """How many commits were made before and with it; -1: none is kept."""
@@ -41,15 +43,15 @@ class LastCommit:
         copy_range(packed, 0, total, self._memory)
         for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)
-        self._header, self.step = packed.header, step
+        self._header, self._classes, self.step = packed.header, packed.classes, step
 
     def packed(self) -> Packed:
         """Return the kept values, without a copy."""
-        return Packed(self._header, [self._memory])
+        return Packed(self._header, [self._memory], self._classes)
 
     def values(self) -> dict[str, Any]:
         """Return a copy of the kept values, as a tree."""
-        return dict(decode(self._header, self._memory.clone()))
+        return dict(decode(self._header, self._memory.clone(), self._classes))
 
 
 class CommitState(LiveState):
@@ -70,8 +72,8 @@ class CommitState(LiveState):
             raise ConfigError("an optimizer has op=hvd.Adasum, which needs MPI, and no elastic "
                               "world has MPI. Leave op out, or give op=hvd.Average or hvd.Sum.")
         try:
-            super().packed()
-        except TypeError as error:
+            super().packed(learns=True)
+        except CannotKeep as error:
             raise ConfigError(f"ElasticState cannot keep a value: {error}. Give the object "
                               f"state_dict and load_state_dict, or keep it outside.") from error
         self.is_built = True
@@ -97,9 +99,9 @@ class CommitState(LiveState):
     def restore(self) -> None:
         """Do nothing: which commit is the last is known when all members have met again."""
 
-    def packed(self) -> Packed:
+    def packed(self, *, learns: bool = False) -> Packed:
         """Return the last commit; the live values, if none is kept."""
-        return self.last.packed() if self.last.step >= 0 else super().packed()
+        return self.last.packed() if self.last.step >= 0 else super().packed(learns=learns)
 
     def keep(self) -> None:
         """Copy the live values: they are the last commit."""
@@ -144,12 +146,9 @@ class Named:
         return getattr(self._holder, self._name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the object's own state, or the value itself. Raises TypeError."""
+        """Return the object's own state, or the value itself."""
         value = self.value
-        if _has_state(value):
-            return dict(value.state_dict())
-        check_plain(value, self._name)
-        return {"value": value}
+        return value.state_dict() if _has_state(value) else {"value": value}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
         """Take a state back."""
@@ -160,20 +159,6 @@ class Named:
         if isinstance(was, torch.Tensor) and isinstance(value, torch.Tensor):
             value = value.to(was.device)
         setattr(self._holder, self._name, value)
-
-
-def check_plain(value: Any, where: str) -> None:
-    """Raise TypeError for a container that would come back as another type, a Counter as a dict."""
-    for kind in (dict, list, tuple):
-        if isinstance(value, kind) and type(value) is not kind:
-            raise TypeError(f"{where} holds a {type(value).__name__}, which would come back as a "
-                            f"{kind.__name__}")
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            check_plain(inner, f"{where}/{key}")
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            check_plain(inner, where)
 
 
 def pad(sampler: ElasticSampler) -> None:

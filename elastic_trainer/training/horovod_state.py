@@ -51,7 +51,7 @@ class ElasticState(TorchState):  # type: ignore[misc]  # Horovod has no types
 
     def __init__(self, model: torch.nn.Module | None = None,
                  optimizer: torch.optim.Optimizer | None = None, *,
-                 checkpoint_every: int | str = "auto", keep_last: int = 3, **named: Any):
+                 checkpoint_every: int | str | None = "auto", keep_last: int = 3, **named: Any):
         object.__setattr__(self, "_handlers", {})  # of TorchState; __setattr__ looks there
         if _member is None:
             if (checkpoint_every, keep_last) != ("auto", 3):

@@ -115,7 +115,7 @@ class Votes:
     def finish(self, run_dir: Path | None) -> None:
         """Publish the last commit, and agree that the run is over."""
         state, events = self._state, self._events
-        self._checkpointing.publish_now(self._world, self._vote_on_checkpoint)
+        self._checkpointing.publish_last(self._world, self._vote_on_checkpoint)
         if self._world.rank == 0:
             events.emit("run.finished", steps=state.committed, samples=0,
                         weights_sha256=weights_sha256(state))

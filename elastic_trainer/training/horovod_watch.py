@@ -21,7 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 from elastic_trainer.config import EXIT_USER_ERROR, Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.failures import fault_of_machine, leave_as_dead
-from elastic_trainer.training.worker import leave_if_sent
+from elastic_trainer.training.worker import leave_if_sent, leave_unsaved
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
 
 REFUSALS = ("Mismatched ", "Invalid ", "No Adasum operation", "Requested to allreduce, allgather",
@@ -59,6 +59,8 @@ class Watch:
             return
         self._is_on = False
         leave_if_sent(error, self._events)
+        if leave_unsaved(error, self._driver, self._launch, self._events):
+            return
         text = "".join(traceback.format_exception(error))
         if kind := fault_of_machine(error, self._driver, size):
             leave_as_dead(kind, text, commits, 0, launch=self._launch, driver=self._driver,

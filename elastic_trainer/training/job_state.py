@@ -14,6 +14,7 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.observe.events import Events
+from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.exact import ExactReducer
 from elastic_trainer.training.flat import Flat
@@ -53,22 +54,49 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a shard needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))
-    _require_packable(state, job.words)
+    require_kept(state, job.words, begins=True)
     return state
 
 
-def _require_packable(state: LiveState, words: Words) -> None:
-    """Raise ConfigError for values that cannot be kept. Copies nothing."""
+def require_kept(state: LiveState, words: Words, *, begins: bool = False) -> None:
+    """Raise ConfigError for values that cannot be kept. Copies nothing.
+
+    `begins`: before the first step, where the state learns the classes that it may hold.
+    """
     try:
-        state.packed()
-    except TypeError as error:
+        state.packed(learns=begins)
+    except CannotKeep as error:
+        when = "" if begins else f"after step {state.committed - 1} the state cannot be kept: "
         raise ConfigError(
-            f"{error}. Change the values in the state_dict of {words.objects} and of "
-            f"{words.rate}, in get_extra_state of the modules, or in the optimizer's groups."
-        ) from error
+            f"{when}{error}. Change the values in the state_dict of {words.objects} and of "
+            f"{words.rate}, in get_extra_state of the modules, or in the optimizer's groups and "
+            f"state.") from error
     if lacking := state.extra_state.lacking:
         raise ConfigError(f"the modules of {lacking} have get_extra_state, but no set_extra_state. "
                           f"Give them both.")
+
+
+class Keeping:
+    """Looks again and again whether the state can be kept: after the first step of this process,
+    because an optimizer makes its values there, and after the steps 2, 4, 8, …
+
+    A value may get another type at any time. A checkpoint, and a planned change of the world, look
+    too. The cost is that of a header.
+    """
+
+    def __init__(self, state: LiveState, words: Words):
+        self._state, self._words, self._steps = state, words, 0
+
+    def step(self) -> None:
+        """Note that a step, or a phase of one, is finished. Raises ConfigError."""
+        if self._state.phase == 0:
+            self._steps += 1
+            if self._steps & (self._steps - 1) == 0:
+                self.require()
+
+    def require(self) -> None:
+        """Raise ConfigError for values that cannot be kept."""
+        require_kept(self._state, self._words)
 
 
 def reducer_of(reduce: str, flat: Flat, job: Job, sending: Sending, state: LiveState,

@@ -40,7 +40,7 @@ from elastic_trainer.training.failures import fault_of_machine
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.going_back import GoingBack
 from elastic_trainer.training.job import Job, Result, describe
-from elastic_trainer.training.job_state import reducer_of, state_of
+from elastic_trainer.training.job_state import Keeping, reducer_of, state_of
 from elastic_trainer.training.moves import Begun, Move
 from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.training.sending import Sending
@@ -86,10 +86,10 @@ class Loop:
                              self.fault_of_machine, driver.is_broken, events.trace)
         self.end = StepEnd(job, self.state, self.flat, events)
         self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica, scaling)
+        self._keeping = Keeping(self.state, job.words)
         self.has_joined = False
         """True from this worker's first step on."""
-        self._shard_s = 0.0
-        """How long a shard takes on this worker, as the warm-up has measured it."""
+        self._shard_s = 0.0  # how long a shard takes on this worker, by the warm-up
 
     def hooks(self) -> Hooks:
         """Return what the life of generations asks of this loop."""
@@ -180,6 +180,7 @@ class Loop:
             if state.phase == 0:
                 self._note_step(step, time.monotonic() - started, voted - computed, pace)
             yield from self.behind.hand_over()  # the user's code, up to the next inner loop
+            self._keeping.step()
             self.events.reach("step.handed_over", step=step)
             with state.modes.to_copy(is_last=self.behind.is_over()):
                 checkpointing.obey(control, world)  # one copy; the store works behind the training
@@ -193,8 +194,7 @@ class Loop:
         """Begin a generation."""
         state, world = self.state, self.world
         self.account.enter(world)
-        # The former rank 0 may have died before its line was sent. Between two phases it was sent:
-        # that happens before each vote. The state has the loss and the digest of the phase then.
+        # The former rank 0 may have died before its line was sent. Between two phases it was sent.
         if state.committed and state.phase == 0:
             self._log_committed(state.committed - 1, 0.0, repeated=True)
         self.checkpointing.enter()
@@ -252,6 +252,7 @@ class Loop:
         if control.stop:
             raise RunOver("interrupted", f"stopped after step {self.state.committed}")
         if control.change:
+            self._keeping.require()  # whoever joins receives the state
             raise WorldChanged
 
     # --- around the loop --------------------------------------------------------------------------
@@ -265,8 +266,7 @@ class Loop:
             self.checkpointing.write_while_waiting()
 
     def _restore(self) -> str:
-        """Begin with values where no worker has any: those of the newest checkpoint, or those that
-        rank 0 was built with."""
+        """Begin with the values of the newest checkpoint, or those that rank 0 was built with."""
         self.account.begin(self.world.rank, self.flat.gradients.sparse)
         step = self.checkpointing.restore(self.world)  # the store
         self.account.require_length(step)
@@ -296,7 +296,7 @@ class Loop:
         if self.generations.vote(state.committed, Ballot(checksum=checksum(held))).differs:
             self.generations.settle_difference(state.committed, held, range(world.size))
         with state.modes.to_copy(is_last=True):
-            self.checkpointing.publish_now(world, self._vote_on_checkpoint)
+            self.checkpointing.publish_last(world, self._vote_on_checkpoint)
         self.account.finish(world, self.wish.reason)
         if world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples,

@@ -99,9 +99,10 @@ class Options:
     """Objects with state_dict and load_state_dict that belong to the state, by name: a moving
     average of the weights, metrics. They change only in `after_step` (with Trainer: behind the
     inner loop)."""
-    checkpoint_every: int | str = "auto"
+    checkpoint_every: int | str | None = "auto"
     """The interval of checkpoints: a number of steps (50), of seconds ("30s"), or "auto": as often
-    as it pays, for at most 1 % of the time ("0.5%": for at most that)."""
+    as it pays, for at most 1 % of the time ("0.5%": for at most that). 0 and None: none but the
+    last, of the run or of an attempt that is stopped, and that of the best evaluation."""
     keep_last: int = 3
     """The number of the newest checkpoints that stay in the store."""
     keep_every: int = 0
@@ -163,5 +164,7 @@ class Options:
     def unusual_for_checkpoints(self) -> dict[str, Any]:
         """Return the options of checkpoints that are not the defaults."""
         usual = {field.name: field.default for field in fields(self)}
+        if self.checkpoint_every in (0, "0", None):  # none are wanted
+            usual["checkpoint_every"] = self.checkpoint_every
         return {name: value for name in OF_CHECKPOINTS
                 if (value := getattr(self, name)) != usual[name]}

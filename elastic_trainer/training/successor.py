@@ -37,7 +37,8 @@ class Successor:
 
     def take_up(self, memory: int | None) -> bool:
         """Go on with the live state that this process left; returns whether there was one."""
-        values = revive.read_live_state(memory) if memory is not None else None
+        classes = self.state.classes
+        values = revive.read_live_state(memory, classes) if memory is not None else None
         if values is None:
             return False
         state, facts = self.state, values["facts"]

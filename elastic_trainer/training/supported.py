@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from elastic_trainer.state.forms import storage_refusal
 
 BUFFERS_STAY = (
     "A buffer keeps its name, shape and type during training. Register it in __init__ with its "
@@ -52,13 +55,11 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
             f"shape. Run one batch through the model before you build the optimizer.")
     if found := [name for name, p in parameters.items() if p.layout != torch.strided]:
         return f"the parameters {some(found)} are sparse. Use dense parameters."
+    if why := refused_tensors(parameters, buffers):
+        return why
     if found := [name for name, p in parameters.items() if p.is_complex()]:
         return (f"the parameters {some(found)} are complex. Keep their real view as the parameter "
                 f"(torch.view_as_real), and use torch.view_as_complex in forward.")
-    if found := [name for name, b in buffers.items() if b.layout != torch.strided]:
-        return (
-            f"the buffers {some(found)} are sparse. Keep their indices and values as dense "
-            f"buffers, or as plain attributes if they never change.")
     kind = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
         return (f"the optimizer is {kind}, but gradients are summed densely. Use Adam, and "
@@ -70,6 +71,48 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
             f"a step here is one gradient of all workers. Use an optimizer whose step "
             f"needs no closure.")
     return None
+
+
+def refused_tensors(parameters: Mapping[str, torch.Tensor],
+                    buffers: Mapping[str, torch.Tensor]) -> str | None:
+    """Return which parameters and buffers could not be kept or summed, and what to do; None if all
+    can."""
+    if found := [name for name, b in buffers.items() if b.layout != torch.strided]:
+        return (
+            f"the buffers {some(found)} are sparse. Keep their indices and values as dense "
+            f"buffers, or as plain attributes if they never change.")
+    for what, tensors in (("parameter", parameters), ("buffer", buffers)):
+        for name, tensor in tensors.items():
+            kind = type(tensor)
+            if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                return (f"the {what} {name} is a {kind.__name__}, whose values lie in other "
+                        f"tensors. Use the plain tensors that it is made of.")
+            if why := storage_refusal(tensor):
+                return f"the {what} {name} is {why}."
+    for name, buffer in buffers.items():
+        if not _has_arithmetic(buffer.dtype):
+            return (
+                f"the buffer {name} is of {buffer.dtype}, which torch {torch.__version__} cannot "
+                f"add, so there is no mean over micro-batches. Keep it as a parameter with "
+                f"requires_grad=False, or its bytes in a buffer of torch.uint8 (view them in "
+                f"forward).")
+    return None
+
+
+@cache
+def _has_arithmetic(dtype: torch.dtype) -> bool:
+    """Return whether torch has what the statistics of a step need for values of this type."""
+    if dtype == torch.bool or dtype.is_complex:
+        return True
+    try:
+        values = torch.zeros(2, dtype=dtype)
+        torch.where(values == values, 0, values - values).float()
+        torch.add(values, values)
+        if values.is_floating_point():
+            torch._foreach_norm([values], float("inf"))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
 
 
 STREAMS = {

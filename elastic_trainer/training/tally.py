@@ -132,7 +132,10 @@ def _encoded(sums: Sequence[int]) -> list[float]:
         for _ in range(LIMBS):
             elements.append(sign * (rest & (1 << LIMB_BITS) - 1))
             rest >>= LIMB_BITS
-        assert not rest, "the sum of a worker's shards does not fit"
+        if rest:
+            raise RuntimeError(
+                f"what the shards of a worker have logged in a step adds up to {total:.1e} or "
+                f"more, which is too large. Use numbers whose sum is under {LARGEST:.1e}.")
     return [*elements, float(sums[2])]
 
 

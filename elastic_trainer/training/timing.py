@@ -37,6 +37,8 @@ def is_checkpoint_due(every: Cadence, *, step: int, begun_step: int, waited_s: f
     The last one was begun at `begun_step`, `waited_s` seconds ago. `failures` have failed since the
     last one that did not.
     """
+    if every.is_last_only:
+        return False
     if failures:
         return waited_s >= min(LONGEST_RETRY_S, 2.0 ** min(failures, 6))
     if every.steps:

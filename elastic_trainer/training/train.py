@@ -55,7 +55,7 @@ def train(
     order: str | Order = "shuffled", drop_last: bool = False, min_shard_samples: int | None = None,
     collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
     extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
-    checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0,
+    checkpoint_every: int | str | None = "auto", keep_last: int = 3, keep_every: int = 0,
     part_bytes: int = PART_BYTES, reduce: str | None = None, compress: bool | str = False,
     predivide: float = 1.0, bucket_bytes: int | None = None,
     cpu_threads: int = 1, on_nan: str = "raise", buffers: Mapping[str, Rule] | None = None,

@@ -107,7 +107,7 @@ class Trainer:
         order: str | Order = "shuffled", drop_last: bool = False,
         min_shard_samples: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
-        checkpoint_every: int | str = "auto", keep_last: int = 3, keep_every: int = 0,
+        checkpoint_every: int | str | None = "auto", keep_last: int = 3, keep_every: int = 0,
         part_bytes: int = PART_BYTES, reduce: str | None = None,
         compress: bool | str = False, predivide: float = 1.0, bucket_bytes: int | None = None,
         cpu_threads: int = 1, on_nan: str = "raise", buffers: Mapping[str, Rule] | None = None,
@@ -135,6 +135,8 @@ class Trainer:
         """The step in hand."""
         self._was_entered = False
         self._result: Result | None = None
+        self._ended_with: BaseException | None = None
+        """What has ended this worker."""
 
     # --- where this worker is ---------------------------------------------------------------------
 
@@ -283,12 +285,15 @@ class Trainer:
         try:
             return next(self._moves)
         except StopIteration as end:
+            if self._ended_with is not None:
+                raise caught(self._ended_with) from self._ended_with
             if end.value is not None:  # None: asked again, after a step that was none
                 self._result = end.value
             return None
         except KeyboardInterrupt:
             raise  # of a person, who is in the user's code as well as here
-        except BaseException:
+        except BaseException as error:
+            self._ended_with = error
             self._leaving.finish()
             raise
 
@@ -303,3 +308,10 @@ class Trainer:
         if self._step and self._worker.must_vote:
             self._step.give_up(error)
         self._worker.end_with(error, self._moves)
+
+
+def caught(error: BaseException) -> RuntimeError:
+    """Return what to raise if the script goes on after an exception that has ended its worker."""
+    return RuntimeError(
+        f"the run has ended with {type(error).__name__}, which the script has caught "
+        f"({str(error)[:200]}). Let the exception end the script.")

@@ -47,7 +47,13 @@ from elastic_trainer.training.proving import Proving
 from elastic_trainer.training.reduce import Reducer
 from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.training.shard_sizes import fact_of, remedy_for
-from elastic_trainer.training.supported import BUFFERS_STAY, moved_buffers, parameters_stay, some
+from elastic_trainer.training.supported import (
+    BUFFERS_STAY,
+    moved_buffers,
+    parameters_stay,
+    refused_tensors,
+    some,
+)
 from elastic_trainer.world.arithmetic import Arithmetic
 from elastic_trainer.world.replicas import Part, Replica, fingerprint
 
@@ -198,6 +204,8 @@ class WarmUp:
 
     def _check_buffers(self, may_add: bool, constant: Sequence[str]) -> None:
         before, after = self.state.buffers_before(), named_buffers(self.job.model)
+        if why := refused_tensors({}, after):
+            raise ConfigError(why)
         moved = {
             name: how
             for name, how in moved_buffers(before, after).items()

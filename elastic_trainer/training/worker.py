@@ -25,7 +25,13 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.config import EXIT_LEFT, EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.config import (
+    EXIT_LEFT,
+    EXIT_UNSAVED,
+    EXIT_USER_ERROR,
+    ConfigError,
+    Launch,
+)
 from elastic_trainer.host import stacks
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.host.own import OursFirst
@@ -61,7 +67,7 @@ from elastic_trainer.training.words import Words
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.drivers import driver_of
-from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver
+from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver, Unsaved
 from elastic_trainer.world.replicas import ReplicaDiffers
 
 determinism.choose_kernels()  # now: the user builds the model before the training begins
@@ -81,8 +87,7 @@ class Worker:
         self.rows = Rows(options.loggers)
         self.advice = ""
         """A remedy for a person, if the user's code has failed on the batch in hand."""
-        self._compiler = compiled.current()
-        """The settings of torch's compiler, as the user has them."""
+        self._compiler = compiled.current()  # torch's settings, as the user has them
         debugger.offer()
 
     @property
@@ -195,11 +200,12 @@ class Worker:
         return placement.reduce
 
     def fail(self, error: BaseException) -> None:
-        """End this worker: by SystemExit, as a dead one, or by the user's exception, which the
-        caller raises."""
+        """End this worker: by SystemExit, as a dead one, or by an error that the caller raises."""
         if isinstance(error, ReplicaDiffers):
             leave_as_odd(error, self.driver, self.events)
         leave_if_sent(error, self.events)
+        if leave_unsaved(error, self.driver, self.launch, self.events):
+            return
         self.report(error)
         if self.launch.driver:
             end_as_user_error()
@@ -396,6 +402,18 @@ def leave_if_sent(error: BaseException, events: Events) -> None:
         print(f"elastic-trainer: {error.verdict}: {plain_text(without_frames(error.detail))}",
               file=sys.stderr)
         sys.exit(EXIT_USER_ERROR if error.verdict == "user_error" else EXIT_LEFT)
+
+
+def leave_unsaved(error: BaseException, driver: Driver, launch: Launch, events: Events) -> bool:
+    """Return whether an error says that the last checkpoint could not be written, and report that.
+    Under our launcher leave by SystemExit."""
+    if not isinstance(error, Unsaved):
+        return False
+    driver.leave(str(error), is_saved=False)
+    events.flush()
+    if launch.driver:
+        sys.exit(EXIT_UNSAVED)
+    return True
 
 
 def run_dir_of(options: Options) -> Path | None:

@@ -110,6 +110,8 @@ class Heartbeat:
     """The traceback of the user's own exception."""
     left: str = ""
     """Why the user's code stops the run, without an error."""
+    unsaved: str = ""
+    """Why the last checkpoint of a run that has done all its steps could not be written."""
     machine: MachineFault | None = None
     differs: bool = False
     """It holds other bits than most of its world, and leaves."""
@@ -127,8 +129,8 @@ class Heartbeat:
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON object, without the name of the worker."""
         fields = {name: value for name, value in vars(self).items()
-                 if name not in ("worker", "arithmetic", "proof", "error", "left", "machine",
-                                 "time", "at")}
+                 if name not in ("worker", "arithmetic", "proof", "error", "left", "unsaved",
+                                 "machine", "time", "at")}
         fields["unreachable"] = None if self.unreachable is None else list(self.unreachable)
         if self.time is not None:
             fields["time"] = self.time
@@ -140,6 +142,8 @@ class Heartbeat:
             fields["error"] = self.error
         if self.left:
             fields["left"] = self.left
+        if self.unsaved:
+            fields["unsaved"] = self.unsaved
         if self.machine is not None:
             fields["machine"] = dict(vars(self.machine))
         if self.at is not None:

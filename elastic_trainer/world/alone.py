@@ -48,7 +48,7 @@ class Alone:
     def fail(self, error: str) -> None:
         """Do nothing: there is no driver."""
 
-    def leave(self, why: str) -> None:
+    def leave(self, why: str, *, is_saved: bool = True) -> None:
         """Do nothing: there is no driver."""
 
     def fail_machine(self, fault: MachineFault) -> None:

@@ -225,11 +225,10 @@ class OurDriver:
         if self._heartbeats.is_alive():
             self._report(error=error[-MAX_ERROR_CHARACTERS:])
 
-    def leave(self, why: str) -> None:
-        """Report that the user's code stops the run here. It ends on all workers, and can be
-        resumed."""
+    def leave(self, why: str, *, is_saved: bool = True) -> None:
+        """Report that the run stops here. It ends on all workers, and can be resumed."""
         if self._heartbeats.is_alive():
-            self._report(left=why)
+            self._report(**{"left" if is_saved else "unsaved": why[-MAX_ERROR_CHARACTERS:]})
 
     def fail_machine(self, fault: MachineFault) -> None:
         """Report that this machine has failed, and that this worker leaves."""

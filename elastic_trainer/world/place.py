@@ -48,6 +48,11 @@ class RunOver(Exception):
         self.verdict, self.detail = verdict, detail
 
 
+class Unsaved(RuntimeError):
+    """The run has done all its steps, and its last checkpoint could not be written. Raised on all
+    workers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DriverHooks:
     """What a driver asks of its worker."""
@@ -114,8 +119,9 @@ class Driver(Protocol):
     def fail(self, error: str) -> None:
         """Report the user's own exception, which ends the run on all workers."""
 
-    def leave(self, why: str) -> None:
-        """Report that the user's code stops the run here: it can be resumed."""
+    def leave(self, why: str, *, is_saved: bool = True) -> None:
+        """Report that the run stops here, and can be resumed: by the user's code, or because its
+        last checkpoint cannot be written (`is_saved` is False)."""
 
     def fail_machine(self, fault: MachineFault) -> None:
         """Report that this machine has failed, and that this worker leaves."""

@@ -183,7 +183,7 @@ class PlainDriver:
     def fail(self, error: str) -> None:
         """Do nothing: the vote informs the other workers."""
 
-    def leave(self, why: str) -> None:
+    def leave(self, why: str, *, is_saved: bool = True) -> None:
         """Do nothing: all workers leave their loops after the same step."""
 
     def fail_machine(self, fault: MachineFault) -> None:

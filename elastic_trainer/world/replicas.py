@@ -54,6 +54,8 @@ from typing import Any
 
 import torch
 
+from elastic_trainer.state.forms import SCALARS, form_of, plain_tensor
+from elastic_trainer.state.layout import flat_bytes
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
 
@@ -277,11 +279,14 @@ def _folded(value: Any, low: int, high: int, count: int, before: int = 0) -> int
         for key in sorted(value, key=str):
             before = _folded(value[key], low, high, count, zlib.crc32(str(key).encode(), before))
         return before
-    if isinstance(value, (list, tuple)):
-        for item in value:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        is_set = isinstance(value, (set, frozenset))  # its order is another one in each process
+        for item in sorted(value, key=str) if is_set else value:
             before = _folded(item, low, high, count, zlib.crc32(b",", before))
         return before
-    is_plain = value is None or isinstance(value, (bool, int, float, str))
+    if form := form_of(value):
+        return _folded([form.kind, form.main, form.more], low, high, count, before)
+    is_plain = type(value) in SCALARS
     # A repr may be an address.
     return zlib.crc32((repr(value) if is_plain else type(value).__name__).encode(), before)
 
@@ -301,7 +306,7 @@ def _elements(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
 
 
 def _checksum(flat: torch.Tensor, before: int) -> int:
-    data = flat.resolve_conj().contiguous().view(torch.uint8)
+    data = flat_bytes(plain_tensor(flat))
     whole = data.numel() // BLOCK_BYTES * BLOCK_BYTES
     if whole:
         blocks = data[:whole]

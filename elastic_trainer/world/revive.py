@@ -25,7 +25,7 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -96,7 +96,7 @@ def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
         "evaluating_before": state.modes.evaluating_before(),
         "attributes": state.attributes.in_flight(), "buffers_left": state.model_buffers.left,
         "extra_state": state.extra_state.in_flight(), "facts": json.dumps(facts)
-    })
+    }, state.classes)
     try:
         descriptor = os.memfd_create("live-state")
     except OSError:
@@ -116,8 +116,10 @@ def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
     return descriptor
 
 
-def read_live_state(descriptor: int) -> dict[str, Any] | None:
-    """Read and free what this process left for itself; None if there is none of this process."""
+def read_live_state(descriptor: int,
+                    classes: Mapping[str, type] | None = None) -> dict[str, Any] | None:
+    """Read and free what this process left for itself; None if there is none of this process.
+    `classes` are those of its state."""
     try:
         with open(descriptor, "rb") as file:
             data = bytearray(os.fstat(descriptor).st_size)
@@ -125,7 +127,7 @@ def read_live_state(descriptor: int) -> dict[str, Any] | None:
             file.readinto(data)
         length = int.from_bytes(data[:8], "little")
         payload = torch.frombuffer(data, dtype=torch.uint8)[8 + length :]
-        values = decode(bytes(data[8 : 8 + length]), payload)
+        values = decode(bytes(data[8 : 8 + length]), payload, classes or {})
         if values["pid"] != os.getpid():
             return None
         values["facts"] = json.loads(values["facts"])
