@@ -18,7 +18,7 @@ from elastic_trainer.launch import horovodrun
 from elastic_trainer.launch.addresses import is_local
 from elastic_trainer.launch.discovered import parse_hosts
 from elastic_trainer.launch.run import prove_store
-from elastic_trainer.launch.run_options import list_hosts, static_hosts
+from elastic_trainer.launch.run_options import list_hosts, parse_run, static_hosts
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,10 +88,24 @@ def test_an_error_is_shown_when_there_is_no_table_of_hosts(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("arguments", "output"), [
-    (["demo", "--no-such-option"], "unrecognized arguments: --no-such-option"),
-    (["--no-such-option"], "unrecognized arguments: --no-such-option"),
+    (["demo", "--no-such-option"], "--no-such-option is no option"),
+    (["--no-such-option"], "--no-such-option is no option"),
     (["demo", "-np", "2"], "need a command after --"),
-    (["--workers", "2", "python", "x.py"], "a command comes after --: -- python x.py"),
+    (["--workers", "2", "python", "x.py"], "A command comes after --: -- python x.py"),
+    (["--stepss", "5"], "--stepss is no option of `elastic-trainer run`. Did you mean --steps?"),
+    (["--stepss=5"], "Did you mean --steps?"),
+    (["--name", "x", "--", "true"], "Did you mean --run?"),
+    (["--min_workers", "1", "--", "true"], "Did you mean --min-workers?"),
+    (["--nproc-per-node", "2", "--", "true"], "Did you mean --workers?"),
+    (["--elastic-timeot", "3", "--", "true"], "Did you mean --elastic-timeout?"),
+    (["--store", "x", "--verbos", "--", "true"], "Did you mean --verbose?"),
+    (["--foo", "--", "true"], "behind the script's name"),
+    (["-x", "--", "true"], "-x is no option"),
+    (["--elastic-timeout", "--", "true"], "--elastic-timeout: expected one argument"),
+    (["--mpi", "--", "true"], "Horovod has no elastic mode with MPI"),
+    (["--autotune", "--", "true"], "tuned collectives lose steps"),
+    (["--reset-limit=3", "--", "true"], "--reset-limit is an option of horovodrun that an elastic"),
+    (["--verbose"], "need a command after --"),
     (["demo", "--example", "imagenet"], "imagenet"),
     (["demo", "--reduce", "mean"], "mean"),
     (["demo", "--steps", "many"], "many"),
@@ -100,12 +114,49 @@ def test_an_error_is_shown_when_there_is_no_table_of_hosts(tmp_path: Path,
 def test_an_error_is_shown_when_an_option_is_unknown(tmp_path: Path,
                                                     capsys: pytest.CaptureFixture[str],
                                                     arguments: list[str], output: str) -> None:
-    """The usage and the wrong argument; nothing is started."""
-    with pytest.raises(SystemExit) as exit_:
-        main(["run", *arguments, "--runs-dir", str(tmp_path / "runs")])
-    assert exit_.value.code == 2
+    """The wrong argument and the remedy; nothing is started."""
+    assert code_of(["run", *arguments, "--runs-dir", str(tmp_path / "runs")]) == 2
     assert output in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("arguments", "output"), [
+    (["replay", "--storm", "rough", "--name", "x"], "Did you mean --run?"),
+    (["replay", "--storm", "rough", "--elastic-timeot=3", "--", "true"],
+     "Did you mean --elastic-timeout?"),
+    (["replay", "--storm", "rough", "python", "x.py"], "A command comes after --: -- python x.py"),
+    (["plan", "--hostss", "3"], "Did you mean --hosts?"),
+    (["report", "runs/x", "--jsn"], "Did you mean --json?"),
+    (["watch", "runs/x", "--wbe"], "unrecognized arguments: --wbe"),
+    (["verify", "runs/x", "--price", "x"], "unrecognized arguments: --price"),
+    (["tune", "--stepz", "3", "--", "true"], "--stepz"), (["doctor", "--hots", "a"], "--hots"),
+    (["scaling", "--worker", "2", "--", "true"], "--worker"),
+    (["standby", "--slotz", "2", "--", "true"], "--slotz"),
+])
+def test_every_command_refuses_an_option_that_it_does_not_have(
+        capsys: pytest.CaptureFixture[str], arguments: list[str], output: str) -> None:
+    """Before anything is started, with the option's name; no abbreviation is taken."""
+    assert code_of(arguments) == 2
+    assert output in capsys.readouterr().err
+
+
+def test_options_of_horovodrun_are_passed_on_as_they_are() -> None:
+    """In their order, with their values, in each form that argparse knows."""
+    given = ["--network-interfaces", "eth0,eth1", "-p", "2222", "--elastic-timeout=60", "--verbose",
+             "-prefix-timestamp", "-i", "key", "--no-stall-check"]
+    run = parse_run(["--workers", "2", *given, "--", "python", "x.py", "--stepss", "3"])
+    assert run.horovodrun_options == [
+        "--network-interfaces", "eth0,eth1", "-p", "2222", "--elastic-timeout", "60", "--verbose",
+        "-prefix-timestamp", "-i", "key", "--no-stall-check"]
+    assert run.command == ["python", "x.py", "--stepss", "3"]
+
+
+def code_of(arguments: list[str]) -> int:
+    """Run a command line; return its exit code."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(str(end.code))
 
 
 @pytest.mark.parametrize(("example", "install"), [

@@ -24,6 +24,7 @@ import argparse
 import sys
 
 from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError
+from elastic_trainer.host.options import Parser
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.launch import index
 from elastic_trainer.observe import commands as look
@@ -76,7 +77,8 @@ def _command(argv: list[str]) -> int:
         from elastic_trainer.launch import run_options
         from elastic_trainer.rehearse import replay
 
-        return replay.run(argv[1:], run_options.EXAMPLES, run_options.demo)
+        return replay.run(argv[1:], run_options.EXAMPLES, run_options.demo,
+                          run_options.require_known_of_run)
     if argv[:1] == ["tune"]:
         from elastic_trainer.measure import tune
 
@@ -105,7 +107,7 @@ def _command(argv: list[str]) -> int:
 
 def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     """Return the parser of all commands, and that of `checkpoints`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="elastic-trainer", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)

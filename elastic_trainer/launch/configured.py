@@ -23,7 +23,7 @@ from elastic_trainer.state.plain_options import require_options, require_types
 from elastic_trainer.wire.plain import plain
 
 ALLOW_VARIABLE = "ELASTIC_TRAINER_ALLOW_CHANGE"
-OF_THE_COMMAND_LINE = ("help", "config", "set", "allow_change")
+OF_THE_COMMAND_LINE = ("help", "config", "set", "allow_change", "horovodrun")
 
 
 def add_options(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:

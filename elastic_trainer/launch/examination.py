@@ -37,6 +37,7 @@ from elastic_trainer.doctor.facts import Facts, Wanted, nearest, probe
 from elastic_trainer.doctor.ports import LISTEN_S, Listener, Reached, reach
 from elastic_trainer.doctor.table import show
 from elastic_trainer.host import own
+from elastic_trainer.host.options import Parser
 from elastic_trainer.launch import remote
 from elastic_trainer.launch.run_options import static_hosts, store_of_run
 from elastic_trainer.world.reach import own_address_towards
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="elastic-trainer doctor", allow_abbrev=False,
         description="Find what this machine, and the hosts of a fleet, lack for a run. The exit "
                     "code is 1 if a check has failed.")

@@ -19,7 +19,9 @@ from pathlib import Path
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, write_text
+from elastic_trainer.host.options import Parser, nearest, options_of
 from elastic_trainer.launch import configured
+from elastic_trainer.launch import horovodrun_options as horovodrun
 from elastic_trainer.state.configuration import Configuration
 
 EXAMPLES = ("gpt", "digits", "images", "gan", "finetune")
@@ -46,7 +48,7 @@ class Run:
     numbers: dict[str, int]
     """horovodrun's -np, --min-np and --max-np, where they are given or follow from the hosts."""
     horovodrun_options: list[str]
-    """All options that are not ours."""
+    """Those that are only horovodrun's."""
     standbys: int
     reduce: str | None
     mixed_hardware: str
@@ -76,12 +78,11 @@ def parse_run(argv: list[str]) -> Run:
     configuration = configured.read(ours, os.environ)
     options, others = parser.parse_known_args(
         [*configured.options_of(configuration, parser), *ours])
-    if is_demo and (unknown := others + _given(options, *HOROVODRUNS)):
-        why = ("`demo` must come first" if "demo" in unknown else
-               f"a command comes after --: -- {shlex.join(others)}"
-               if others and not others[0].startswith("-") else
-               "options of horovodrun need a command after --")
-        parser.error(f"unrecognized arguments: {' '.join(unknown)} ({why})")
+    passed = options.horovodrun or []
+    require_known(others, parser, "elastic-trainer run")
+    if is_demo and (given := passed + _given(options, *HOROVODRUNS)):
+        parser.error(f"unrecognized arguments: {' '.join(given)} (options of horovodrun need a "
+                     f"command after --)")
     _refuse_ignored(options, is_demo)
     listed = static_hosts(options.hosts, options.hostfile)
     _check_start(options, listed)
@@ -97,7 +98,7 @@ def parse_run(argv: list[str]) -> Run:
         name=name, run_dir=(options.runs_dir / name).resolve(), is_demo=is_demo,
         command=demo(example, options) if is_demo else command,
         hosts={} if has_script else listed, discovery=options.host_discovery_script or "",
-        numbers=_numbers(options, {} if has_script else listed), horovodrun_options=others,
+        numbers=_numbers(options, {} if has_script else listed), horovodrun_options=passed,
         standbys=int(is_local) if options.standby is None else options.standby,
         reduce=options.reduce, mixed_hardware=options.mixed_hardware,
         store=store_of_run(options.store, name), timeline=options.timeline,
@@ -119,12 +120,11 @@ def _given(options: argparse.Namespace, *names: str) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="elastic-trainer run", allow_abbrev=False,
+    parser = Parser(
+        prog="elastic-trainer run",
         usage="%(prog)s [demo] [options]\n"
               "       %(prog)s [options] [horovodrun options] -- python my_train.py …",
-        epilog="All other options go to horovodrun, e.g. --network-interfaces eth0 -p 2222. "
-               "./horovodrun_elastic.sh sets up, and then does the same.")
+        epilog="./horovodrun_elastic.sh sets up, and then does the same.")
     configured.add_options(parser, os.environ)
     _add_own(parser, os.environ)
     hosts = parser.add_argument_group("hosts, as horovodrun takes them (with a command)")
@@ -139,7 +139,33 @@ def _parser() -> argparse.ArgumentParser:
     hosts.add_argument("--min-np", "--min-num-proc", type=int,
                        help="wait when fewer workers are left (--min-workers)")
     hosts.add_argument("--max-np", "--max-num-proc", type=int, help="the most workers that train")
+    horovodrun.add_options(parser)
     return parser
+
+
+def require_known(others: list[str], parser: argparse.ArgumentParser, command: str) -> None:
+    """Raise ConfigError for words of the command line that no parser knows."""
+    if not others:
+        return
+    word = next((word for word in others if word.startswith("-")), "")
+    if "demo" in others and not word:
+        raise ConfigError("`demo` must come first: elastic-trainer run demo, and then its options.")
+    if not word:
+        raise ConfigError(f"{others[0]!r} is no option of `{command}`. A command comes after --: "
+                          f"-- {shlex.join(others)}")
+    raise ConfigError(
+        f"{word} is no option of `{command}`{nearest(word, options_of(parser)) or '.'} Its --help "
+        f"lists all. An option of your script comes after --, behind the script's name.")
+
+
+def require_known_of_run(others: list[str], parser: argparse.ArgumentParser, command: str) -> None:
+    """Raise ConfigError for words that neither `run` nor this parser of another command knows."""
+    of_run = _parser()
+    unknown = of_run.parse_known_args(others)[1]
+    both = Parser(add_help=False, parents=[of_run], conflict_handler="resolve")
+    for action in parser._actions:
+        both._add_action(action)
+    require_known(unknown, both, command)
 
 
 def _reducer(name: str) -> str:

@@ -23,6 +23,7 @@ from pathlib import Path
 from elastic_trainer.config import REDUCERS, ConfigError
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import write_text
+from elastic_trainer.host.options import Parser
 from elastic_trainer.measure import cases, plot, worlds
 from elastic_trainer.measure.cases import PEER, Case, Row
 from elastic_trainer.wire.redact import redacted_command
@@ -73,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         prog="elastic-trainer scaling",
         usage="%(prog)s [options] -- python my_train.py …\n       %(prog)s [options] --example gpt",
         description="Measure the steps of a script with several numbers of local workers.")

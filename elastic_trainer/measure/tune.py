@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError, Override
+from elastic_trainer.host.options import Parser
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
 from elastic_trainer.measure.trial import FIRST_STEPS, Trial, measure
 from elastic_trainer.wire.plain import plain
@@ -97,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code. Raises ConfigError."""
     at = argv.index("--") if "--" in argv else len(argv)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="elastic-trainer tune", usage="%(prog)s [options] -- python my_train.py …",
         description="Find the number of shards with which a script trains fastest, in the memory "
                     "that there is. The script runs a few steps in one process, with the same "

@@ -44,7 +44,7 @@ _FILES = {"--prices": "the prices of the hosts (TOML), or ec2 to ask AWS, for wh
           "--trace": "write the whole run as a Perfetto trace into this file"}
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
     """Add the commands to a command line."""
     verify, watch, shown = (commands.add_parser(name, help=purpose)
                             for name, purpose in _OF_RUNS.items())

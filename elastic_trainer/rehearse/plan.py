@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.host.options import Parser
 from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question
 from elastic_trainer.rehearse.costs import Costs, read_costs, with_values
 from elastic_trainer.rehearse.model import Policy
@@ -78,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code. Raises ConfigError."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="elastic-trainer plan", allow_abbrev=False,
         description="Rehearse a run on a fleet without processes: which checkpoint interval, "
                     "how many shards, standbys and spare hosts, which pools, and what goodput and "

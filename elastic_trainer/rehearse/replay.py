@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError, unusable
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, private, write_text
+from elastic_trainer.host.options import Parser
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
 from elastic_trainer.observe.segments import EVENTS_FILE
 from elastic_trainer.observe.sentences import count
@@ -66,6 +67,8 @@ class Price(NamedTuple):
     spot: float
     on_demand: float
 
+Require = Callable[[list[str], argparse.ArgumentParser, str], None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsal:
@@ -93,10 +96,10 @@ class Rehearsal:
 
 
 def run(argv: Sequence[str], examples: Sequence[str],
-        demo: Callable[[str, argparse.Namespace], list[str]]) -> int:
-    """Run the command; returns the exit code. `demo` returns the command of an example. Raises
-    ConfigError."""
-    wanted = parse(argv, examples, demo)
+        demo: Callable[[str, argparse.Namespace], list[str]], require_known: Require) -> int:
+    """Run the command; returns the exit code. `demo` returns the command of an example, and
+    `require_known` refuses what `run` does not take. Raises ConfigError."""
+    wanted = parse(argv, examples, demo, require_known)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for number, handler in before.items():
@@ -116,13 +119,13 @@ def run(argv: Sequence[str], examples: Sequence[str],
 
 def parser_of(examples: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="elastic-trainer replay", allow_abbrev=False,
+    parser = Parser(
+        prog="elastic-trainer replay",
         usage="%(prog)s --storm rough|--trace FILE [options] -- python my_train.py …\n"
               "       %(prog)s --storm rough [--example gpt] [options]",
         description="Rehearse a spot fleet with your own script: local hosts join, get notices and "
                     "are lost as in a trace, and the result is judged.",
-        epilog="All other options go to `elastic-trainer run`, e.g. --store or --config.")
+        epilog="The options of `elastic-trainer run` are taken, too, e.g. --store or --config.")
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--storm", metavar="NAME|rate=12/h,…",
@@ -150,12 +153,15 @@ def parser_of(examples: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str], examples: Sequence[str],
-          demo: Callable[[str, argparse.Namespace], list[str]]) -> Rehearsal:
+          demo: Callable[[str, argparse.Namespace], list[str]],
+          require_known: Require) -> Rehearsal:
     """Read the command line. Raises ConfigError."""
     at = list(argv).index("--") if "--" in argv else len(argv)
     command = list(argv[at + 1 :])
-    options, others = parser_of(examples).parse_known_args(argv[:at])
+    parser = parser_of(examples)
+    options, others = parser.parse_known_args(argv[:at])
     check(options, others, command)
+    require_known(others, parser, "elastic-trainer replay")
     rows = rows_of(options)
     moments = timetable(rows, hosts_of(options.hosts, peak(rows)), options.speed)
     name = options.run or f"replay-{time.strftime('%Y%m%d-%H%M%S')}"

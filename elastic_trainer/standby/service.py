@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from elastic_trainer.config import ConfigError, Limits
+from elastic_trainer.host.options import Parser
 from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.host.standbys import FOLDER_VARIABLE, has_keeper, socket_of, standby_folder
 from elastic_trainer.observe.events import Events
@@ -126,7 +127,7 @@ def wait_until_training(log: Reader) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="elastic-trainer standby",
+    parser = Parser(prog="elastic-trainer standby",
                                      usage="%(prog)s [--slots N] -- COMMAND …")
     parser.add_argument("--slots", type=int, default=1,
                         help="the number of standbys: this host's slots (%(default)s)")
