@@ -96,16 +96,12 @@ class Trainer:
         dataset: Any,
         *,
         global_batch: int,
-        shards: int = 8,
-        until: str = "1 epoch",
-        seed: int = 0,
-        lr: Schedule | None = None,
+        shards: int = 8, until: str = "1 epoch", seed: int = 0, lr: Schedule | None = None,
         clip_norm: float | None = None, clip_value: float | None = None,
         ema: float | None = None, swa: Swa | None = None, best: KeepBest | None = None,
         precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
-        state: Mapping[str, Any] | None = None,
-        order: str | Order = "shuffled", drop_last: bool = False,
-        min_shard_samples: int | None = None,
+        state: Mapping[str, Any] | None = None, order: str | Order = "shuffled",
+        drop_last: bool = False, min_shard_samples: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
         checkpoint_every: int | str | None = "auto", keep_last: int = 3, keep_every: int = 0,
         part_bytes: int = PART_BYTES, reduce: str | None = None,
@@ -124,9 +120,9 @@ class Trainer:
             drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate,
             loader=loader, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
-            predivide=predivide, bucket_bytes=bucket_bytes,
-            cpu_threads=cpu_threads, on_nan=on_nan, buffers=buffers, run_dir=run_dir, store=store,
-            listeners=listeners, loggers=loggers, timeline=timeline, progress=progress))
+            predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads, on_nan=on_nan,
+            buffers=buffers, run_dir=run_dir, store=store, listeners=listeners, loggers=loggers,
+            timeline=timeline, progress=progress))
         self._worker = Worker(
             checked(model, optimizer, dataset, options, words=OF_TRAINER), options)
         self._moves = self._worker.moves()
