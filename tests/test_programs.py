@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +14,15 @@ import numpy
 import pytest
 import torch
 from cluster import Cluster
+from simulated import Hub, Member
 
 from elastic_trainer import Loader, Mixture, Trainer
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError
+from elastic_trainer.launch.run import hash_seed
 from elastic_trainer.observe.verify import verify
 from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.wire.proof import Leaf, Proof
+from elastic_trainer.world.same_program import require_same_program
 
 NAMED = re.compile(r"sample \d+, field `0`, position 0 has another value")
 
@@ -49,6 +54,44 @@ def test_a_run_ends_at_once_when_its_data_are_not_the_same_everywhere(tmp_path: 
                   if e["attempt"] == attempt) for attempt in (2, 4)]
     assert [len(workers) for workers in proved] == [2, 2], cluster.story()
     assert verify(cluster.run_dir).is_proved
+
+
+# --- without our driver ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("holders", "allowed", "refused"), [
+    ([0, 1], (), [2]), ([1], (), [2]), ([], (), [0, 1, 2]), ([0], ("samples",), [])])
+def test_members_compare_themselves_when_no_driver_does(
+        holders: list[int], allowed: tuple[str, ...], refused: list[int]) -> None:
+    """Under plain horovodrun the one that differs ends, and the others go on; if none holds the
+    state, nothing shows which is right, and all end."""
+    hub, ended = Hub(3), []
+
+    def member(rank: int) -> None:
+        leaf = Leaf("int", (), "7f" if rank == 2 else "5a")
+        try:
+            require_same_program(Member(hub, rank), Proof(length=9, samples={"7": {"label": leaf}}),
+                                 holders, allowed)
+        except ConfigError as error:
+            assert "rank 2" in str(error) and "sample 7, field `label` has" in str(error)
+            ended.append(rank)
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(ended) == refused
+
+
+def test_all_workers_of_a_run_have_one_hash_seed(tmp_path: Path, capsys: Any) -> None:
+    """That of its first start, whatever the command that resumes it has; it is told."""
+    assert hash_seed(tmp_path, {}) == {"PYTHONHASHSEED": "0"}
+    assert hash_seed(tmp_path, {"PYTHONHASHSEED": "5"}) == {"PYTHONHASHSEED": "0"}
+    assert "began with 0, which holds" in capsys.readouterr().err
+    other = tmp_path / "other"
+    other.mkdir()
+    assert hash_seed(other, {"PYTHONHASHSEED": "5"}) == {"PYTHONHASHSEED": "5"}
+    assert hash_seed(other, {"PYTHONHASHSEED": "random"}) == {"PYTHONHASHSEED": "5"}
 
 
 # --- one process: a run that is resumed -----------------------------------------------------------

@@ -9,7 +9,8 @@ What always holds:
 3. It reads at most MOST_BYTES of a value, spread evenly. Larger values are rare in a sample, and
    the proof is to cost milliseconds.
 
-What it does not do: look into objects without attributes that it knows. Of those it takes the type.
+What it does not do: look into objects without attributes that it knows. Of those it takes the
+type. It reads at most MOST_WALKED values of a sample.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 import numpy
@@ -34,10 +36,14 @@ MOST_MARKED_BYTES = 16 << 20
 WINDOWS = 1024
 MOST_LEAVES = 64
 """The values of a sample that have a name. The others are taken together."""
+MOST_WALKED = 4096
+"""All values of a sample that are read."""
 MOST_MARKS, MARKS_EACH = 2048, 1024
 """For all values of a sample, and for one of them."""
 DEEPEST = 8
 OTHERS = "(others)"
+WRITTEN = ("datetime", "decimal", "fractions", "uuid", "pathlib")
+"""The modules of types that are compared by their texts."""
 
 
 def drawn_twice(dataset: Any, number: int, seed: Callable[[], None]) -> Values:
@@ -59,7 +65,7 @@ def steady(one: Values, other: Values) -> Values:
 
 def leaves(value: Any) -> dict[str, Leaf]:
     """Return the values in a sample or a batch by their paths: "image", "0", "labels.2"."""
-    found = list(_walk(value, "", DEEPEST))
+    found = list(islice(_walk(value, "", DEEPEST), MOST_WALKED))
     sizes = sorted(min(len(elements), MARKS_EACH) for _, _, _, elements in found[:MOST_LEAVES])
     most, left = MARKS_EACH, MOST_MARKS
     for place, size in enumerate(sizes):  # small values have a mark for each element
@@ -98,12 +104,15 @@ def _walk(value: Any, path: str, deepest: int) -> Iterator[_Found]:
     elif deepest == 0 or isinstance(value, type) or callable(value):
         name = getattr(value, "__qualname__", type(value).__qualname__)
         yield path, "object", (), _of_text(name)
+    elif type(value).__module__ in WRITTEN or isinstance(value, range):
+        yield path, type(value).__qualname__, (), _of_text(repr(value))
     else:
-        parts = list(_parts(value))
-        if not parts:
-            yield path, type(value).__qualname__, (), _of_text("")
-        for name, part in parts:
+        is_empty = True
+        for name, part in _parts(value):
+            is_empty = False
             yield from _walk(part, f"{path}.{name}" if path else name, deepest - 1)
+        if is_empty:
+            yield path, type(value).__qualname__, (), _of_text("")
 
 
 def _array(value: Any) -> tuple[str, numpy.ndarray] | None:
@@ -158,7 +167,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, numpy.ndarray):  # of objects
         yield from ((str(number), one) for number, one in enumerate(value.reshape(-1).tolist()))
     else:
-        yield from sorted(getattr(value, "__dict__", {}).items())
+        slots = {name: getattr(value, name) for kind in type(value).__mro__
+                 for name in (kind.__dict__.get("__slots__") or ())
+                 if not name.startswith("__") and hasattr(value, name)}
+        yield from sorted({**slots, **getattr(value, "__dict__", {})}.items())
 
 
 def _of_text(text: str) -> numpy.ndarray:
