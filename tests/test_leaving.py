@@ -66,6 +66,7 @@ SCRIPT = """
 import quick_boot
 import itertools, os, sys, threading, torch
 from elastic_trainer import Trainer
+torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
 data = torch.utils.data.TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
 def wrapped(iterable):
