@@ -76,8 +76,7 @@ class Trainer:
     - Behind the inner loop the code runs once for each finished step. A run that goes on from a
       checkpoint runs it again for the steps that it does again. Log with step.number.
 
-    A run that is finished does no more steps. docs/guide/script.md has the cases in which code runs
-    again.
+    A run that is finished does no more steps. docs/guide/script.md says which code runs again.
 
     The trainer clears and scales gradients, and steps the optimizer. To clip, use `clip_norm`:
     `clip_grad_norm_` in the loop raises, because a batch has a part of the gradient only, and
@@ -109,7 +108,6 @@ class Trainer:
         listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
         loggers: Sequence[Logger] = (), timeline: bool = False, progress: bool = True,
     ):
-        # More than 40 lines: each option has its name in the signature, for editors and help().
         epochs, max_steps = length_of(until)
         options = overridden(Options(
             global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
@@ -126,11 +124,9 @@ class Trainer:
         self._moves = self._worker.moves()
         self._leaving = Leaving(self._worker, self._end_with)
         self._step: Step | None = None
-        """The step in hand."""
         self._was_entered = False
         self._result: Result | None = None
         self._ended_with: BaseException | None = None
-        """What has ended this worker."""
 
     # --- where this worker is ---------------------------------------------------------------------
 
@@ -172,9 +168,8 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """The number of steps of the whole run, also before the loop. The loop of a newcomer or of
-        a resumed run has fewer. For a progress bar, behind the inner loop:
-        `bar.update(step.number + 1 - bar.n)` with `bar = tqdm(total=trainer.steps)`."""
+        """The number of steps of the whole run, also before the loop. For a progress bar, behind
+        the inner loop: `bar.update(step.number + 1 - bar.n)`; `bar = tqdm(total=trainer.steps)`."""
         return self._worker.job.schedule.steps
 
     @property
