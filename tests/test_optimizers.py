@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from optimizers import KEPT, Counting, Shrinking, parameters_of
-from test_loop import built, trained
+from test_loop import DATA, built, in_a_world, job, mse, trained
 
+from elastic_trainer import Trainer
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.world.replicas import Replica
+from elastic_trainer.world.replicas import Replica, ReplicasDisagree
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -209,3 +210,47 @@ def test_an_optimizer_of_torch_costs_and_keeps_nothing_more() -> None:
         state.optimizer_values.check(0)
     assert list(state.optimizer_values.leaves()) == []
     assert "attributes" not in state.values()["optimizer"]
+
+
+class OfOneWorker(Shrinking):
+    """Keeps a value that differs between workers, and does not use it."""
+
+    def build(self) -> None:
+        self.worker, self.log = [0], list[str]()
+
+    def factor(self) -> float:
+        if self.worker[0] == 0:
+            self.log.append("a line of rank 0")
+        return 0.99
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_number_of_one_worker_is_an_error_that_names_it(size: int) -> None:
+    """No machine is at fault, so no worker leaves: each would come back with another value."""
+    def make(rank: int) -> Any:
+        model = built()
+        optimizer = OfOneWorker(model.parameters())
+        optimizer.worker[0] = rank
+        return job(model, optimizer=optimizer)
+
+    ended = in_a_world(size, make)
+    assert [type(error) for error in ended] == [ReplicasDisagree] * size
+    assert "optimizer.log/0 had another value on some workers in step 1" in str(ended[0])
+
+
+def test_several_optimizers_keep_what_each_has(tmp_path: Path) -> None:
+    """By their names."""
+    hashes = []
+    for folder, steps in ((None, 8), (tmp_path, 3), (tmp_path, 8)):
+        model = built()
+        optimizers = {"first": Counting(model[0].parameters()),
+                      "second": KEPT["Drawing"](model[2])}
+        trainer = Trainer(model, optimizers, DATA, global_batch=16, shards=4,
+                          until=f"{steps} steps", run_dir=folder, progress=False)
+        for step in trainer:
+            for name in optimizers:
+                for batch in step.phase(name):
+                    step.backward(mse(model, batch))
+        assert trainer.result
+        hashes.append(trainer.result.weights_sha256)
+    assert hashes[0] == hashes[2]

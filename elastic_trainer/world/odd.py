@@ -16,7 +16,13 @@ from typing import Protocol
 from elastic_trainer.config import Launch
 from elastic_trainer.observe.events import Events
 from elastic_trainer.world.collectives import PeersLost
-from elastic_trainer.world.replicas import Part, ReplicaDiffers, judge
+from elastic_trainer.world.replicas import (
+    NUMBER,
+    Part,
+    ReplicaDiffers,
+    ReplicasDisagree,
+    judge,
+)
 
 NAMED_TENSORS = 5
 """An event names this many of the tensors that differ."""
@@ -62,6 +68,9 @@ def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
     differs from more than half of them, and PeersLost on the others. Returns None if there is no
     such majority, and what is lost if only receivers speak against a worker. Network: two
     allgathers.
+
+    Raises ReplicasDisagree on all if only numbers in the optimizer's attributes differ: that is no
+    machine's fault.
     """
     me = {"host": launch.host, "worker": launch.worker or launch.host, "held": list(held),
           "received": mine.received, "odd_receivers": mine.odd_receivers}
@@ -69,6 +78,13 @@ def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
     received = [int(everyone[rank]["received"]) for rank in among]
     found = judge([everyone[rank]["held"] for rank in among], received,
                   max(int(one["odd_receivers"]) for one in everyone))
+    if found.tensors and all(name.endswith(NUMBER) for name in found.tensors):
+        texts = ", ".join(name.removesuffix(NUMBER) for name in found.tensors[:NAMED_TENSORS])
+        raise ReplicasDisagree(
+            f"{texts} had another value on some workers in step {step}, and nothing else was "
+            f"different. The attributes of an optimizer are part of the state, which is the same "
+            f"on all workers. Keep a value of one worker (a time, a log of rank 0) outside of the "
+            f"optimizer.")
     odd = [among[place] for place in found.odd]
     names = found.tensors[:NAMED_TENSORS]
     if found.holders:

@@ -66,6 +66,8 @@ SLICE_TENSORS = 8
 MOST_SLICES = 256
 """The most slices of a model, so a difference is found within this number of steps."""
 BLOCK_BYTES = 4096
+NUMBER = " (number)"
+"""The end of the name of a part that has numbers and texts of the optimizer's attributes."""
 ATTRIBUTES_EVERY = 8
 """The attributes of the optimizer are compared each time after this number of slices."""
 
@@ -91,7 +93,7 @@ class ReplicaDiffers(Exception):
 
 class ReplicasDisagree(RuntimeError):
     """The workers hold different bits, no majority holds the same, and no checkpoint is old enough
-    to go back to."""
+    to go back to; or a value of the user's differs."""
 
 
 class Replica:
@@ -158,7 +160,7 @@ class Replica:
                 numbers.setdefault(place, []).append(value)
         low, high = (min(len(tensors), len(tensors) * edge // slices)
                      for edge in (index, index + stride))
-        return [*((place, _folded(values, 0, 0, 1)) for place, values in numbers.items()),
+        return [*((place + NUMBER, _folded(values, 0, 0, 1)) for place, values in numbers.items()),
                 *((place, _folded(value, 0, 1, 1)) for place, value in tensors[low:high])]
 
     def _numbers(self) -> Any:
