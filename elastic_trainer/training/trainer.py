@@ -52,6 +52,10 @@ from elastic_trainer.training.step import Step
 from elastic_trainer.training.words import OF_TRAINER
 from elastic_trainer.training.worker import Worker
 
+ANOTHER = ("another trainer's loop is running: a process is one worker of one run. End that loop "
+           "first, or give one Trainer several optimizers.")
+AGAIN = "this trainer was iterated before. Build a new Trainer for another run."
+
 
 class Trainer:
     """Trains to the end, whatever the fleet does: an iterator over the steps that are left.
@@ -229,17 +233,14 @@ class Trainer:
     def __iter__(self) -> Iterator[Step]:
         """Yield each step that is left. A standby waits in here until it gets a place."""
         if self._was_entered:
-            raise RuntimeError(
-                "this trainer was iterated before. Build a new Trainer for another run.")
+            raise RuntimeError(AGAIN)
         self._require_alone()
         self._was_entered = True
         return self._steps()
 
     def _require_alone(self) -> None:
         if getattr(self._in_thread, "trainer", None) is not None:
-            raise RuntimeError(
-                "another trainer's loop is running: a process is one worker of one run. End that "
-                "loop first, or give one Trainer several optimizers.")
+            raise RuntimeError(ANOTHER)
 
     def _steps(self) -> Generator[Step, None, None]:
         self._require_alone()  # zip() enters several before it asks the first one for a step
@@ -276,8 +277,7 @@ class Trainer:
         except StopIteration as end:
             if self._ended_with is not None:
                 raise caught(self._ended_with) from self._ended_with
-            if end.value is not None:  # None: asked again, after a step that was none
-                self._result = end.value
+            self._result = end.value or self._result  # None: asked again after a step without one
             return None
         except KeyboardInterrupt:
             raise  # of a person, who is in the user's code as well as here
