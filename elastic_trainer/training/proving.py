@@ -27,6 +27,7 @@ from elastic_trainer.data.index import Index
 from elastic_trainer.data.leaves import leaves, steady
 from elastic_trainer.data.loader import MOST_WRAPPED
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.module_attributes import OWN
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.settings import CONFIGURATION, PROOF, Remark
@@ -43,7 +44,6 @@ MOST_ENTRIES = 400
 MOST_CHARACTERS = 100
 """Of a fact in a table. A longer one is a digest."""
 OTHERS = "(the others)"
-_OF_TORCH = frozenset(vars(torch.nn.Module()))
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -151,7 +151,7 @@ def describe(job: Job) -> None:
 def described(module: torch.nn.Module) -> str:
     """Return a module's class and plain attributes: "Dropout(p=0.1, inplace=False)"."""
     found = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(module).items())
-                      if name not in _OF_TORCH and _is_plain(value))
+                      if name not in OWN and _is_plain(value))
     return f"{type(module).__qualname__}({found})"
 
 
