@@ -420,8 +420,14 @@ class WithTensor(torch.nn.Module):
         return found
 
 
+def zeros(dtype: torch.dtype) -> torch.Tensor:
+    if "q" in str(dtype).removeprefix("torch."):  # quantized: zeros cannot be viewed as these
+        return torch.empty(2, dtype=dtype)
+    return torch.zeros(64, dtype=torch.uint8).view(dtype)
+
+
 OF_MODELS = {
-    **{str(dtype).removeprefix("torch."): functools.partial(torch.empty, 2, dtype=dtype)
+    **{str(dtype).removeprefix("torch."): functools.partial(zeros, dtype)
        for dtype in DTYPES if not dtype.is_complex},
     "quantized": quantized, "on meta": lambda: torch.empty(2, device="meta"),
     "masked": lambda: torch.masked.masked_tensor(torch.ones(2), torch.ones(2) > 0),
