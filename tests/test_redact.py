@@ -33,6 +33,16 @@ NAMED = (
     f"{{'api_key': '{SECRET}'}}", f"password: {SECRET}", f"x-api-key: {SECRET}",
     f"{{\\\"api_key\\\": \\\"{SECRET}\\\"}}", f"--aws-session-token={SECRET}",
     f"--passphrase={SECRET}", f"--db-credentials {SECRET}", f"api_token='{SECRET}'",
+    f"password = {SECRET}", f"api_key = \"{SECRET}\"", f"password:{SECRET}", f"x-api-key:{SECRET}",
+    f"{{'password': b'{SECRET}'}}", f"Config(password=b'{SECRET}')", f"api_key==\"{SECRET}\"",
+    f"--password=ab({SECRET}", f"--password ab,{SECRET}", f"--password=ab&{SECRET}",
+    f"--password ab'{SECRET}", f"s3://AKIAIOSFODNN7EXAMPLE:ab/{SECRET}@bucket/x",
+    f"DB_PASS={SECRET}", f"--smtp-pass {SECRET}", f"--pass={SECRET}", f"--db_pw={SECRET}",
+    f"--wandbkey={SECRET}", f"{{\"password\": [\"{SECRET}\", 1]}}", f"\"password\"={SECRET}",
+    f"{{\"secret\":{{\"a\":\"{SECRET}\"}}}}", f"os.environ['API_KEY'] = '{SECRET}'",
+    f"api key: {SECRET}", f"('password', '{SECRET}')", f"api_key := {SECRET}",
+    f"password => '{SECRET}'", f"token=\"{SECRET}", f"pass_word={SECRET}", f"$env:TOKEN='{SECRET}'",
+    f"AccountKey={SECRET}==;EndpointSuffix=x",
 )
 FORMED = (
     "AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE", "hf_AbCdEfGhIjKlMnOpQrStUvWx",
@@ -40,6 +50,13 @@ FORMED = (
     "sk-proj-0123456789abcdef", "sk-ant-api03-0123456789", "glpat-0123456789abcdef",
     "xoxb-1234567890-ab",
     "AIzaSyA0123456789abcdefghijklmnopqrstuv", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl",
+    "sk_live_51H8abcdefGHIJKLmnop", "dapi0123456789abcdef0123456789abcdef",
+    "ya29.a0AfH6SMBxyz0123456789abcdefgh", "GOCSPX-abcdef0123456789abcdef",
+    "SG.abcdefghijklmnopqrstuv.abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG",
+    "pypi-AgEIcHlwaS5vcmcCJDAwMDAwMDAw", "dckr_pat_abcdefghijklmnopqrstuv12345",
+    "gsk_abcdefghijklmnop0123456789", "xai-abcdefghij0123456789", "glrt-0123456789abcdefghij",
+    "wandb_v1_abcdefgh0123456789", "123456789:AAE0123456789abcdefghijklmnopqrstuvw",
+    "-----BEGIN PGP PRIVATE KEY BLOCK-----\nabc\n-----END PGP PRIVATE KEY BLOCK-----",
     "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----",
 )
 HARMLESS = (
@@ -49,6 +66,12 @@ HARMLESS = (
     "s3://bucket/key=5/part", "https://host:443/a@b", "sorted(rows, key=len)", "KeyError: 'x'",
     "sk-learn-pipeline", "hf_hub_download", "task-12345678901", "the key: abc", "--author me",
     "the bearer token is missing", "--signal 9", "--use-auth-token --fast", "--n-head 8",
+    "--csv-caption-key title", "--csv-img-key filepath", "--checkpoint_key teacher",
+    "--json-keys text", "--word-delimiter-token |", "--state-key model", "--sig 0.5",
+    "--forward-pass eager", "--bypass on", "--secretary bob", "--keys-only x", "--ignore-keys head",
+    "--arch sk-resnet50d8", "--model pk-vit-base-16", "--run sk-2024-10-11", "npm_config_x1234567",
+    "--ckpt hf_bert_base_2024", "hf_transfer123", "r8_conv2d_3x3", "git@github.com:me/repo.git",
+    "unexpected token: )", "--global-pool token", "passes = 3", "a token == b", "key = image",
     "--no-password", "--secret-dim 4", "--design x", "--token-embedding-size 3", "-k killed",
 )
 
@@ -109,6 +132,23 @@ def test_the_value_of_a_secret_variable_is_replaced_wherever_it_stands(
     monkeypatch.setenv("MY_SERVICE_TOKEN", "plainwordswithoutform")
     monkeypatch.setenv("MY_OTHER_TOKEN", "abc")
     assert redacted("xplainwordswithoutformx abc") == "x***x abc"
+
+
+def test_the_current_folder_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every shell has PWD, which is a name of passwords, too: MYSQL_PWD."""
+    monkeypatch.setenv("PWD", "/home/me/project")
+    monkeypatch.setenv("MYSQL_PWD", "/3cret-of-mine")
+    text = "token=abc, /home/me/project/train.py, PWD=/home/me/project"
+    assert redacted(text) == text.replace("abc", "***")
+    assert redacted("it is /3cret-of-mine") == "it is ***"
+
+
+@pytest.mark.parametrize("text", [
+    "key=a=" * 5000, "key." * 10000, "sk-" + "a" * 30000, "token:" * 5000, "key://" + "a:" * 10000,
+    '"key": ' + '"' * 20000, "key: " + "[" * 20000, "--key " + "-" * 20000, "key" + "=" * 20000])
+def test_a_text_of_any_form_is_looked_through(text: str) -> None:
+    """Without an error, and without a search that takes minutes (pytest's own limit)."""
+    assert isinstance(redacted(text), str)
 
 
 def test_a_configuration_is_kept_without_secrets_and_still_compared() -> None:

@@ -23,7 +23,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import sha256
 from typing import Any
 
@@ -32,25 +32,33 @@ SHORTEST = 8
 """The shortest value of a variable that counts as a secret: a shorter one stands in any text."""
 VARIABLES_S = 1.0
 STRONG = re.compile(
-    "passw|passphrase|^pwd$|secret|credential|^cookies?$|^jwt$|^authorization$|^bearer$|^sas$|"
-    "^sig$|^signature$|^dsn$|(api|auth|access|private|ssh)(key|token)s?$")
+    "passw|passphrase|^pwd$|secrets?$|secretkey|credential|^cookies?$|^jwt$|^authorization$|"
+    "^bearer$|^dsn$|(api|auth|access|private|ssh|secret|account|wandb|openai)(key|token)s?$")
 """Words for what is a secret whatever its value is."""
 WEAK = re.compile("^keys?$|^tokens?$|^auth$|[a-z]{2}token$")
+SHORT = re.compile("^pass$|^pw$|^sas$|^sig$|^signature$")
+"""Words that are a secret's name alone, or behind one of OWNERS."""
 OWNERS = frozenset(
-    "access account admin anthropic api auth aws azure bot client comet deploy encryption github "
-    "gitlab google hf hub huggingface id license master mlflow neptune oauth openai private "
-    "refresh secret service session shared signing slack ssh storage telegram user wandb".split())
+    "access account admin amz anthropic api auth aws azure bot client comet db deploy encryption "
+    "ftp github gitlab google hf http hub huggingface id ldap license mail master mlflow mongo "
+    "mysql neptune oauth openai pg postgres private proxy redis refresh root secret service "
+    "session shared signing slack smtp ssh storage sudo telegram user wandb".split())
 """Before `key` or `token`: a secret."""
 HARMLESS = frozenset(
-    "audio batch best bos cache cls column dict end eos feature field foreign group image index "
-    "input join label loss map mask max metric min monitor n next num output pad partition per "
-    "primary public query row sample sep separator sort special start stop target text total unk "
-    "video".split())
+    "answer audio batch best blank bos caption category checkpoint chosen class cls col column "
+    "context dataset decoder delimiter dict drop encoder end eos eval extra feature features "
+    "field filter foreign global graph group head ignore image img index input item join json "
+    "keep label labels layer loss map mask max metric min missing model module monitor msg n new "
+    "newline next node num optim optimizer order output pad param partition patch path per pool "
+    "position prefix primary prompt public query question rejected response reward row sample "
+    "sampling score sentence sep separator shard slot sort source speaker special split start "
+    "state step stop strip target task tensor test text time title tool total train unexpected "
+    "unit unk unused val valid validation video vision vocab word".split())
 """Before `key` or `token`: a kind of them that is no secret."""
 ABOUT = frozenset(
     "bits bytes count dim dims dir env factor field file folder frequency head heads id ids index "
-    "len length level limit map name names num number path prefix projection rate ratio size "
-    "suffix type url uri usage value values width".split())
+    "len length level limit map name names num number only path prefix projection rate ratio "
+    "scheme size strategy style suffix type url uri usage value values width".split())
 """At the end of a name: it speaks of a secret and is none."""
 _WORD = re.compile("[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _NUMBER = re.compile(
@@ -58,35 +66,58 @@ _NUMBER = re.compile(
 _SPECIAL = re.compile(r"<[^<>]*>|\[[A-Z_]+\]|\*\*\*.*")
 _END = r"""(?![A-Za-z0-9])"""
 _FORMS = re.compile("|".join((
-    r"(?<![A-Za-z0-9])(?:AKIA|ASIA)[A-Z0-9]{12,}", r"AIza[\w-]{30,}",
-    r"(?<![A-Za-z0-9])(?:hf|gh[opusr]|github_pat|r8|npm)_(?=\w*\d)\w{8,}",
-    r"(?<![A-Za-z0-9])(?:hf|gh[opusr])_[A-Za-z]{20,}" + _END,
-    r"(?<![A-Za-z0-9])(?:sk|rk|pk|glpat|xox[abeprs]|dapi)-(?=[\w-]*\d)[\w-]{8,}",
-    r"\beyJ[\w-]{6,}\.[\w-]{6,}\.[\w-]*",
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)")))
-_USER = re.compile(r"""(?<=://)[^/?#\s'"]*@""")
+    r"(?<![A-Za-z0-9])(?:AKIA|ASIA|A3T[A-Z0-9])[A-Z0-9]{12,}", r"AIza[\w-]{30,}",
+    r"\bhf_(?=\w*\d)[A-Za-z0-9]{12,}" + _END, r"\bhf_[A-Za-z]{20,}" + _END,
+    r"\b(?:gh[opusr]|github_pat|r8|npm|gsk|shpat|lin_api|dckr_pat|dop_v1|wandb_v1)_"
+    r"(?=\w*\d)[\w-]{16,}", r"\bgh[opusr]_[A-Za-z]{20,}" + _END,
+    r"\b(?:sk|rk|pk)_(?:live|test)_\w{8,}",
+    r"(?<![A-Za-z0-9])(?:sk|rk|pk|xai|pplx)-(?=[\w-]{0,40}(?=[A-Za-z]{0,9}\d)\w{10})[\w-]{16,}",
+    r"(?<![A-Za-z0-9])(?:gl(?:pat|rt|dt|ft|cbt|ptt|agent|soat)|xox[abeprs]|pypi|GOCSPX)-(?=[\w-]*\d)[\w-]{12,}",
+    r"\bdapi[0-9a-f]{32}(?:-\d)?", r"\bya29\.[\w-]{16,}", r"\bSG\.[\w-]{16,}\.[\w-]{16,}",
+    r"\b\d{8,10}:AA[\w-]{32,}", r"\bAGE-SECRET-KEY-1\w+", r"\beyJ[\w-]{6,}\.[\w-]{6,}\.[\w-]*",
+    r"(?<=hooks\.slack\.com/services/)[\w/]+", r"(?<=/api/webhooks/)\d+/[\w-]+",
+    r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?"
+    r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)")))
+_USER = re.compile(r"""(?<=://)(?:[^/?#\s'"]*|[^/?#\s'"@:\[]*:(?!\d+[/?#])[^\s'"@]*)@""")
+"""The second form: a secret that has a slash, as those of AWS may."""
 _BEARER = re.compile(
     r"(?i)\b(bearer\s+|authorization[\"']?\s*[:=]\s*[\"']?(?:basic|digest|token|bearer)\s+)"
     r"(?!\*\*\*|tokens?\b)[^\s'\",]{4,}")
-_VALUE = r"""\\"[^"\\]*\\"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'"""
+_VALUE = r"""(?:[bru]{1,2})?(?:\\"[^"\\]*\\"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
+_TWO = "(?:(?:api|access|secret|private)[ ])?"
+_ENDS = "(?:word|cret|_pwd|-pwd|_key|-key|oken)"
+"""The ends of names that are looked at without a blank behind their colon."""
+MOST_DEEP = 20
+_OPTION = re.compile(
+    r"""(?<![\w/-])(--?[A-Za-z][\w.\-]{0,80})(=|\s+)([^\s'"\-](?:[^\s'"]|['"](?![\s,;:)\]}]|\Z))*)""")
+"""An option and its value, which is all up to the next blank."""
 _PAIRS = re.compile(rf"""
-    (?P<before>(?P<quote>\\?["'])(?P<key>[\w.\- ]+)(?P=quote)\s*:\s*)
-        (?P<json>{_VALUE}|[\w.+/-]+)                                           # "api_key": "…"
+    (?P<before>(?P<quote>\\?["'])(?P<key>[\w.\- ]+)(?P=quote)\s*[:=]\s*)
+        (?P<json>{_VALUE}|\[[^\[\]]*\]|\{{[^{{}}]*\}}|[\w.+/-]+)                 # "api_key": "…"
+    |(?P<index>\[(?P<which>["'])(?P<item>[\w.\-]+)(?P=which)\]\s*=\s*)
+        (?P<set>{_VALUE}|\S+)                                                 # x["api_key"] = "…"
     |(?P<quoted>(?P<mark>["'])(?P<option>--?[\w.\-]+)(?P=mark),\s*)
-        (?P<item>{_VALUE})                                                    # ['--api-key', '…']
-    |(?P<start>(?<![\w/-])(?P<name>-{{0,2}}[A-Za-z_][\w.\-]*)=)
-        (?P<given>{_VALUE}|[^\s&,;'"()\[\]{{}}]+)                              # API_KEY=…
-    |(?P<dashes>(?<![\w-])(?P<long>--?[A-Za-z][\w.\-]+)\s+)
+        (?P<value>{_VALUE})                                                   # ['--api-key', '…']
+    |(?P<pair>\((?P<around>["'])(?P<first>[\w.\-]+)(?P=around),\s*)
+        (?P<second>{_VALUE})(?=\s*\))                                         # ('api_key', '…')
+    |(?P<start>(?<![\w/-])(?P<name>{_TWO}-{{0,2}}[a-z_][\w.\-]{{0,80}})[ \t]*
+        (?:={{1,3}}>?|:=)[ \t]*)
+        (?P<given>{_VALUE}|["']?[^\s&,;'"()\[\]{{}}]+|\[[^\[\]]*\]|\{{[^{{}}]*\}})  # API_KEY=…
+    |(?P<dashes>(?<![\w-])(?P<long>--?[A-Za-z][\w.\-]{{1,80}})\s+)
         (?P<next>{_VALUE}|[^\s'",-][^\s'",]*)                                 # --api-key …
-    |(?P<head>(?<![\w-])(?P<title>[A-Za-z][\w\-]*):[ \t]+)
+    |(?P<head>(?<![\w-])(?P<title>{_TWO}-{{0,2}}[a-z][\w\-]{{0,80}}):(?:[ \t]+|(?<={_ENDS}:)))
         (?P<rest>{_VALUE}|[^\s'",]+)                                          # api-key: …
-    """, re.X)
-_GROUPS = (("before", "key", "json"), ("quoted", "option", "item"), ("start", "name", "given"),
-           ("dashes", "long", "next"), ("head", "title", "rest"))
+    """, re.X | re.I)
+_GROUPS = (("before", "key", "json"), ("index", "item", "set"), ("quoted", "option", "value"),
+           ("pair", "first", "second"), ("start", "name", "given"), ("dashes", "long", "next"),
+           ("head", "title", "rest"))
+_FOR_STRONG = ("index", "pair", "head")
+"""The forms that prose and code have, too."""
 HINTS = tuple((
-    "passw passphrase pwd secret credential cookie jwt auth bearer sas sig dsn key token :// akia "
-    "asia aiza hf_ ghp_ gho_ ghu_ ghs_ ghr_ github_ r8_ npm_ sk- rk- pk- glpat xox dapi eyj "
-    "-----begin").split())
+    "pass pwd pw secret credential cookie jwt auth bearer sas sig dsn key token :// akia asia a3t "
+    "aiza hf_ ghp_ gho_ ghu_ ghs_ ghr_ github_ r8_ npm_ gsk_ shpat_ lin_api_ dckr_ dop_v1_ "
+    "wandb_v1 sk_ rk_ pk_ sk- rk- pk- xai- pplx- glpat glrt gldt glft glcbt glptt glagent glsoat "
+    "xox pypi- gocspx dapi ya29 sg. :aa hooks eyj -----begin").split())
 """A text with none of these has nothing that is looked for below. Most events have none."""
 
 
@@ -98,8 +129,12 @@ def _kind_of(name: str) -> str:
         return ""
     for at, word in enumerate(words):
         before = words[at - 1] if at else ""
-        if STRONG.search(word) or WEAK.search(word) and before in OWNERS:
+        if STRONG.search(word) or before in OWNERS and (WEAK.search(word) or SHORT.search(word)):
             return "strong"
+        if (before, word) == ("pass", "word"):
+            return "strong"
+    if len(words) == 1 and SHORT.search(words[0]):
+        return "weak"
     for at, word in enumerate(words):
         if WEAK.search(word) and not (at and words[at - 1] in HARMLESS):
             return "weak"
@@ -113,9 +148,12 @@ def is_secret(name: str, value: Any) -> bool:
     if not (kind := _kind_of(name)):
         return False
     text = str(value).strip("\\\"'")
+    if name == "PWD" and text.startswith("/"):  # the current folder, in every shell
+        return False
     if kind == "strong":
         return text.lower() not in ("", "true", "false", "none", "null", HIDDEN)
-    return isinstance(value, str) and not (_NUMBER.fullmatch(text) or _SPECIAL.fullmatch(text))
+    return isinstance(value, str | bytes) and not (
+        _NUMBER.fullmatch(text) or _SPECIAL.fullmatch(text))
 
 
 def may_have_secrets(text: str) -> bool:
@@ -131,8 +169,8 @@ def redacted(text: str) -> str:
         return text
     for value in _values_of_variables():
         text = text.replace(value, HIDDEN)
-    text = _BEARER.sub(rf"\1{HIDDEN}", _USER.sub(f"{HIDDEN}@", _FORMS.sub(HIDDEN, text)))
-    return _PAIRS.sub(_hidden_pair, text)
+    text = _BEARER.sub(rf"\1{HIDDEN}", _FORMS.sub(HIDDEN, _USER.sub(f"{HIDDEN}@", text)))
+    return _PAIRS.sub(_hidden_pair, _OPTION.sub(_hidden_option, text))
 
 
 def redacted_command(words: Iterable[str]) -> list[str]:
@@ -194,16 +232,28 @@ def _redacted_word(word: str) -> str:
     return redacted(word)
 
 
-def _hidden_pair(found: re.Match[str]) -> str:
+def _hidden_option(found: re.Match[str]) -> str:
+    name, between, value = found.groups()
+    left = value[len(value.rstrip(",;)]}")):]
+    return f"{name}{between}{HIDDEN}{left}" if is_secret(name, value) else found[0]
+
+
+def _hidden_pair(found: re.Match[str], depth: int = 0) -> str:
     form = next(groups for groups in _GROUPS if found[groups[0]] is not None)
     before, name, value = (found[group] for group in form)
-    is_prose = form[0] == "head" and _kind_of(name) != "strong"
+    is_prose = form[0] in _FOR_STRONG or form[0] == "start" and not before.endswith(f"{name}=")
+    is_prose |= value[:1] in ("[", "{")
+    is_prose &= _kind_of(name) != "strong"
     is_prose |= name == "key" and value.isalpha()  # of a traceback: key=len
     if is_prose or not is_secret(name, value):
         # What stands in the value is looked at, too: --config={"api_key": "…"}.
-        return before + (_PAIRS.sub(_hidden_pair, value) if len(value) > 2 else value)
-    mark = re.match(r"\\?[\"']", value)
-    return before + (f"{mark[0]}{HIDDEN}{mark[0]}" if mark else HIDDEN)
+        if depth == MOST_DEEP:
+            return before + HIDDEN
+        inner = partial(_hidden_pair, depth=depth + 1)
+        return before + (_PAIRS.sub(inner, value) if len(value) > 2 else value)
+    mark = re.match(r"(?:[bru]{0,2})(\\?[\"'])", value, re.I)
+    is_closed = mark and value.endswith(mark[1]) and len(value) > len(mark[0])
+    return before + (f"{mark[0]}{HIDDEN}{mark[1]}" if mark and is_closed else HIDDEN)
 
 
 _variables: tuple[int, float, tuple[str, ...]] = (-1, 0.0, ())
