@@ -32,6 +32,7 @@ from elastic_trainer.state.foreign import (
     fields,
     is_code,
 )
+from elastic_trainer.state.hidden import mark
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.taking import Taking, set_field
 
@@ -91,7 +92,8 @@ class Attributes:
         self._holders: dict[str, Any] = {}
         """The objects that have these attributes."""
         self._classes: dict[str, str] = {}
-        self._opaque: dict[str, Any] = {}
+        self._opaque: dict[str, tuple[Any, str]] = {}
+        """The values that no node can have, and what they hid, as they were built."""
         self._names = {name: set(self._own(owner)) for name, owner in self._owners.items()}
         self.flaws: dict[str, str] = {}
         """What has changed and cannot be kept, by place, as the last walk has found it."""
@@ -100,6 +102,8 @@ class Attributes:
         self._note_built()
 
     def _own(self, owner: Any) -> dict[str, Any]:
+        if isinstance(owner, torch.Tensor) and not vars(owner):
+            return {}  # nearly all parameters
         return {name: value for name, value in fields(owner).items()
                 if name not in self._left_out and not is_code(value)}
 
@@ -110,7 +114,7 @@ class Attributes:
                 self._built[place] = inner.describe(value, place)
                 self._holders[place] = owner
                 self._classes |= inner.classes
-                self._opaque |= inner.left
+                self._opaque |= _marked(inner.left)
             return True
 
         kept = self._kept()
@@ -120,7 +124,7 @@ class Attributes:
                 note(place := _place(name, attribute), value, owner)
                 walk.describe(value, place)
         self._classes |= walk.classes
-        self._opaque |= walk.left
+        self._opaque |= _marked(walk.left)
 
     # --- as values --------------------------------------------------------------------------------
 
@@ -174,7 +178,12 @@ class Attributes:
         walk = Walk(kept.nodes, kept.storages, skipped=OF_TORCH)
         node = walk.describe(value, place)
         return repr(node) != repr(self._built.get(place, MISSING)) or any(
-            self._opaque.get(one, MISSING) is not inner for one, inner in walk.left.items())
+            self._is_other(one, inner) for one, inner in walk.left.items())
+
+    def _is_other(self, place: str, value: Any) -> bool:
+        """True if a value that no node can have is not the one that was built, or has changed."""
+        built, hidden = self._opaque.get(place, (MISSING, ""))
+        return built is not value or hidden != mark(value)
 
     def _judge(self, walk: Walk) -> None:
         """Find out which values cannot be kept, or could not be put back."""
@@ -183,7 +192,7 @@ class Attributes:
             if self._classes.get(place) != kind:
                 self.flaws[place] = f"a {kind}, which was made after the start"
         for place, value in walk.left.items():
-            if self._opaque.get(place, MISSING) is not value:
+            if self._is_other(place, value):
                 self.flaws[place] = f"a {class_of(value)}"
 
     # --- taken over -------------------------------------------------------------------------------
@@ -230,6 +239,10 @@ class Attributes:
             if isinstance(value, torch.nn.Parameter):
                 return value.device
         return torch.device("cpu")
+
+
+def _marked(left: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
+    return {place: (value, mark(value)) for place, value in left.items()}
 
 
 def _place(name: str, attribute: str) -> str:

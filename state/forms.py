@@ -251,8 +251,9 @@ def _numpy(main: torch.Tensor, more: Any, classes: Any) -> Any:
         raise ValueError("an array of objects, or an impossible shape")
     if main.dtype != torch.uint8 or main.numel() != math.prod(shape) * kind.itemsize:
         raise ValueError("an array of another size than its bytes have")
-    if main.device.type == "meta":
-        return main  # it has no bytes yet
+    if main.device.type == "meta":  # it has no bytes yet: of the right type, and without memory
+        empty = numpy.broadcast_to(numpy.zeros((), kind), shape)
+        return empty[()] if more["scalar"] else empty
     data = bytearray(main.numpy().tobytes())
     made = numpy.frombuffer(data, dtype=kind) if data else numpy.empty(0, dtype=kind)
     made = made.reshape(shape, order=more["order"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import torch
 
 from elastic_trainer.state.findings import are_sound
@@ -61,7 +62,8 @@ def _contents(found: dict[str, Any]) -> dict[str, bool]:
                       and _is_list(groups, dict) and _is_list(members, (list, tuple))
                       and len(groups) == len(members)
                       and all(_is_list(names, str) for names in members)),
-        "base_rates": _is_list(found["base_rates"], (int, float, torch.Tensor)) and (
+        "base_rates": _is_list(
+            found["base_rates"], (int, float, numpy.number, torch.Tensor)) and (
             isinstance(groups, (list, tuple)) and len(found["base_rates"]) == len(groups)),
         "scheduler": not scheduler or (isinstance(scheduler.get("class"), str)
                                        and isinstance(scheduler.get("state"), dict)),

@@ -6,8 +6,8 @@ What always holds:
 1. A parameter goes by its plain name, so values fit any optimizer with the same groups.
 2. Values are compared with this optimizer before anything of it is changed.
 3. What an optimizer keeps beside `state` and `param_groups` is kept too (attributes.py): numbers
-   that it counts, buffers of its own, and optimizers inside of it. What cannot be kept is an error
-   after the step that made it.
+   that it counts, buffers of its own, optimizers inside of it, attributes of parameters. What
+   cannot be kept is an error after the step that made it.
 4. If such a value cannot be kept, and the optimizer has a state_dict and a load_state_dict of its
    own, then what they add to `state` and `param_groups` is kept instead.
 """
@@ -40,7 +40,9 @@ class OptimizerValues:
         self._model, self._optimizer = model, optimizer
         self._members_by_name = dict(members or {"": optimizer})
         self._group_sizes = self._sizes()
-        self.attributes = Attributes(self._members_by_name, self._kept, STANDARD)
+        parameters = {f"parameter {name}": parameter
+                      for name, parameter in named_parameters(model).items()}
+        self.attributes = Attributes(self._members_by_name | parameters, self._kept, STANDARD)
 
     def _sizes(self) -> list[int]:
         return [len(group["params"]) for group in self._optimizer.param_groups]

@@ -120,6 +120,20 @@ class Keyed(Shrinking):
         return 1 - 1e-3 * total
 
 
+class OnParameters(Shrinking):
+    """Attributes of the parameters, one of which is made in the second step."""
+
+    def factor(self) -> float:
+        total = 0.0
+        for p in parameters_of(self):
+            own = vars(p)
+            own["count"] = own.get("count", 0) + 1
+            if own["count"] > 1:
+                own.setdefault("average", p.detach().clone()).lerp_(p.detach(), 0.1)
+                total += float(own["average"].abs().mean()) * own["count"]
+        return 1 - 1e-3 * total
+
+
 class Drawing(Shrinking):
     """Generators of random numbers of all kinds."""
 
@@ -377,8 +391,8 @@ class Opaque(Shrinking):
 
 KEPT: dict[str, Callable[[Model], Optimizer]] = {
     **{kind.__name__: (lambda model, kind=kind: kind(model.parameters()))
-       for kind in (Counting, FirstLater, Containers, Keyed, Drawing, Objects, Flat, Together,
-                    Opaque)},
+       for kind in (Counting, FirstLater, Containers, Keyed, OnParameters, Drawing, Objects, Flat,
+                    Together, Opaque)},
     "Averaged": Averaged,
     "Delegating": lambda model: Delegating(torch.optim.AdamW(model.parameters(), lr=0.01)),
     **{kind.__name__: (lambda model, kind=kind: kind(

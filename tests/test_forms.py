@@ -388,9 +388,11 @@ class Numbers(torch.optim.SGD):
 
 
 def test_numpys_numbers_in_an_optimizer_are_kept_when_a_run_is_resumed(tmp_path: Path) -> None:
-    """With the types that they had: the weights are those of a run without a break."""
+    """With the types that they had, in its groups too: the weights are those of a run without a
+    break."""
     def numbers(model: torch.nn.Module) -> torch.optim.Optimizer:
-        return Numbers(model.parameters(), lr=0.1)
+        return Numbers([{"params": model.parameters(), "scales": numpy.ones(3)}],
+                       lr=numpy.float32(0.1))
 
     straight = trained(model := built(), numbers(model))
     trained(model := built(), numbers(model), max_steps=3, run_dir=tmp_path / "run")
@@ -398,6 +400,8 @@ def test_numpys_numbers_in_an_optimizer_are_kept_when_a_run_is_resumed(tmp_path:
     optimizer = numbers(model)
     resumed = trained(model, optimizer, run_dir=tmp_path / "run")
     assert resumed.weights_sha256 == straight.weights_sha256
+    assert type(optimizer.param_groups[0]["lr"]) is type(numpy.float32(0.1) * 1.0)
+    assert optimizer.param_groups[0]["scales"].tolist() == [1, 1, 1]
     for kept in optimizer.state.values():
         assert type(kept["norm"]) is numpy.float32
         assert type(kept["counts"]) is collections.Counter

@@ -166,8 +166,8 @@ def counts(model: Any, step: Any, batch: Any) -> None:
     model[2].count += 1
 
 
-def sizes(model: Any, step: Any, batch: Any) -> None:
-    model[2].shape = tuple(batch[0].shape)
+def lasts(model: Any, step: Any, batch: Any) -> None:
+    model[2].last = float(batch[0].sum())
 
 
 def collects(model: Any, step: Any, batch: Any) -> None:
@@ -183,7 +183,7 @@ def sums_late(model: Any, step: Any, batch: Any) -> None:
 
 
 @pytest.mark.parametrize(("act", "name", "error"), [
-    (counts, "2.count", ConfigError), (sizes, "2.shape", ConfigError),
+    (counts, "2.count", ConfigError), (lasts, "2.last", ConfigError),
     (collects, "2.gains", ConfigError), (counts_late, "2.count", RuntimeError),
     (sums_late, "2.table", RuntimeError)])
 @pytest.mark.parametrize("size", [1, 2])
@@ -207,6 +207,46 @@ def test_an_attribute_that_depends_on_the_batches_of_a_worker_is_an_error(
         assert f"has changed the attributes {name} of the model" in told
         assert "behind the inner loop" in told and "buffer" in told and "step.log" in told
     assert max(steps, default=-1) == (1 if error is RuntimeError else -1)
+
+
+class Lengths(Model):
+    """Keeps sizes of its batches, and the tensors beside them, as many models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest, self.length = 0, None
+        self.by_length: dict[int, int] = {}
+        self.places: Any = None
+        self.gain = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shape, self.length, self.width = tuple(x.shape), len(x), x.shape[1]
+        if len(x) > self.longest:
+            self.longest, self.places = len(x), torch.arange(len(x)).cos()
+        self.by_length.setdefault(len(x), len(x) // 2)
+        assert len(self.places) == self.longest
+        return x * self.places[:len(x), None] * self.gain + self.by_length[len(x)]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sizes_that_follow_from_the_batch_may_be_kept_in_attributes(
+        size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The length of the last batch, of the longest one, a table by length: the bits are those of
+    one worker, when generations break, when the run is resumed, and beside an attribute that is
+    changed behind the loop."""
+    def gains(module: Any, step: int) -> None:
+        module.gain = later(step)
+
+    alone = run(built(Lengths()), gains)
+    models, points = [built(Lengths()) for _ in range(size)], {
+        0: [("step.voted", 1)], 1: [("step.computed", 3)]}
+    assert in_a_breaking_world(monkeypatch, size, lambda rank: run(
+        models[rank], gains, listeners=[Fault(*points.get(rank, []))])) == [alone] * size
+    monkeypatch.undo()
+    run(built(Lengths()), gains, 3, run_dir=tmp_path)
+    resumed: Any = built(Lengths())
+    assert run(resumed, gains, run_dir=tmp_path) == alone
+    assert resumed[2].gain == later(5) and resumed[2].width == 8
 
 
 @pytest.mark.parametrize("where", ["before", "behind"])

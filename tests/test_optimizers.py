@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import array
+import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from optimizers import KEPT, Counting, Shrinking, parameters_of
@@ -135,6 +138,63 @@ def test_a_value_that_cannot_be_kept_is_an_error_behind_the_step_that_made_it(wh
     model = built()
     with pytest.raises(RuntimeError, match=f"cannot be kept: {named}"):
         trained(model, kind(model.parameters()), epochs=None, max_steps=9)
+
+
+def rates() -> Iterator[float]:
+    number = 0
+    while True:
+        number += 1
+        yield 1 - 0.01 * number
+
+
+class Nested:
+    """An object in objects, deeper than values are kept."""
+
+    def __init__(self, depth: int = 8):
+        self.inner: Any = Nested(depth - 1) if depth else None
+        self.value = 1.0
+
+    def change(self) -> None:
+        self.value *= 0.99
+        if self.inner:
+            self.inner.change()
+
+
+HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "a count": (lambda: itertools.count(1), next),
+    "a generator": (rates, next),
+    "an iterator of a list": (lambda: iter([1, 2, 3]), next),
+    "a cycle": (lambda: itertools.cycle([1, 2, 3]), next),
+    "an iterator in a container": (lambda: {"a": [itertools.count(1)]},
+                                   lambda made: next(made["a"][0])),
+    "an array of bytes": (lambda: array.array("d", [1.0]),
+                          lambda made: made.__setitem__(0, made[0] + 1)),
+    "an array of objects": (lambda: numpy.array([1, None], dtype=object),
+                            lambda made: made.__setitem__(0, made[0] + 1)),
+    "objects in objects": (Nested, lambda made: made.change()),
+}
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+def test_a_value_that_cannot_be_kept_is_an_error_when_a_step_moves_it(what: str) -> None:
+    """Also if __init__ has made it. One that no step moves is none."""
+    make, move = HIDDEN[what]
+
+    class Moving(Shrinking):
+        def build(self) -> None:
+            self.hidden, self.calls = make(), 0
+
+        def factor(self) -> float:
+            self.calls += 1
+            if self.calls == 3:
+                move(self.hidden)
+            return 1.0
+
+    model = built()
+    assert trained(model, Moving(model.parameters()), epochs=None, max_steps=2).steps == 2
+    model = built()
+    with pytest.raises(RuntimeError, match="cannot be kept: hidden"):
+        trained(model, Moving(model.parameters()), epochs=None, max_steps=9)
 
 
 HARMLESS: dict[str, Callable[[Any], Any]] = {

@@ -8,6 +8,10 @@ What always holds:
 1. What a step's first shard has left is what each other shard has left, on every worker. A shard
    begins with the attributes that the worker's last one has left, so a counter is found.
 2. All workers hold these values before the vote. So a worker that rolls the step forward has them.
+3. A size that follows from the batch is found in the warm-up: the same batch leaves it again, and
+   another batch leaves another one. It is not followed, and no error: many models keep the length
+   or the shape of their last batch, or of their longest one. What a loss makes of it is seen when
+   a batch is computed again behind another one (carried.py).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.layout import decode, pack
-from elastic_trainer.state.module_attributes import ModuleAttributes, is_same
+from elastic_trainer.state.module_attributes import ModuleAttributes, is_same, is_size
 from elastic_trainer.training.supported import some
 
 NOT_RUN, SAME, MOVED = range(3)
@@ -77,9 +81,7 @@ class Moved:
 def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str,
                  kind: type[RuntimeError] | type[ConfigError]) -> None:
     """Raise the user's error if two shards have left different attributes."""
-    odd = [path for path in sorted(one.keys() | other.keys())
-           if not (path in one and path in other and is_same(one[path], other[path]))]
-    if not odd:
+    if not (odd := _differing(one, other)):
         return
     values = " and ".join(_shown(side[odd[0]]) if odd[0] in side else "its former value"
                           for side in (one, other))
@@ -87,6 +89,17 @@ def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str,
         f"the code of a batch (forward, or the inner loop) has changed the attributes {some(odd)} "
         f"of the model, and two micro-batches have left different values {where}: {values} of "
         f"{odd[0]}. {REMEDY}")
+
+
+def sizes_of_batches(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the attributes of which two different shards have left different sizes."""
+    return [path for path in _differing(one, other)
+            if path in one and path in other and is_size(one[path]) and is_size(other[path])]
+
+
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    return [path for path in sorted(one.keys() | other.keys())
+            if not (path in one and path in other and is_same(one[path], other[path]))]
 
 
 def _shown(value: Any) -> str:

@@ -36,7 +36,7 @@ from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.training import compiled, probe
-from elastic_trainer.training.attributes_moved import require_same
+from elastic_trainer.training.attributes_moved import require_same, sizes_of_batches
 from elastic_trainer.training.carried import Tried, another, may_waver, require_same_result
 from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.gradients import GradientsWritten
@@ -90,8 +90,8 @@ class WarmUp:
             reducer,
             replica,
         )
-        self._left: dict[str, Any] | None = None
-        """The attributes that the first shard has changed."""
+        self._left: list[dict[str, Any]] = []
+        """The attributes that the first shard has changed, the first time and again."""
         self.proving = Proving(job, state)
 
     def run(self, is_exact: bool) -> Generator[Shard, None, Warm]:
@@ -295,11 +295,18 @@ class WarmUp:
         flat.gradients.note_left()
 
     def _check_attributes(self) -> None:
-        """Raise ConfigError if a shard has left other attributes than the first one."""
-        moved = self.state.attributes.moved()
-        if self._left is None:
-            self._left = moved
-        require_same(self._left, moved, "when they were tried one after the other", ConfigError)
+        """Raise ConfigError if a shard has left other attributes than the first one. A size may
+        follow from the batch."""
+        attributes, moved = self.state.attributes, self.state.attributes.moved()
+        if len(self._left) == 2:
+            sizes = sizes_of_batches(self._left[0], moved)
+            attributes.leave_out(sizes)
+            for one in (*self._left, moved):
+                for path in sizes:
+                    one.pop(path, None)
+        else:
+            self._left.append(moved)
+        require_same(self._left[0], moved, "when they were tried one after the other", ConfigError)
 
     def _check_parameters(self, held: Sequence[Part]) -> None:
         """Raise ConfigError if the shard has changed parameters. A write to `.data` is not seen by
