@@ -381,3 +381,18 @@ def test_names_that_are_no_utf_8_are_read_and_printed(tmp_path: Path,
         assert TarShards(path)[0] == {"__key__": "\udcfe", "1.txt": "1"}
     assert main(["index", str(path)]) == 0
     assert "\\udcfe.1.txt" in capfd.readouterr().out
+
+
+def test_a_field_in_the_place_of_the_key_is_refused(tmp_path: Path) -> None:
+    """Its bytes would be the sample's key."""
+    with pytest.raises(ConfigError, match=r"a\.tar has the file 'a\.__key__'"):
+        TarShards(written(tmp_path / "a.tar", member("a.__key__"), member("a.txt"), END))
+
+
+def test_options_of_fields_are_checked_when_the_dataset_is_made(tmp_path: Path) -> None:
+    """A field that is named twice comes twice; a decoder that is no function is an error."""
+    path = written(tmp_path / "a.tar", WHOLE, END)
+    assert TarShards(path, fields=["txt", "txt"])[0] == ("x", "x")
+    for wrong in (3, "tensor", None):
+        with pytest.raises(ConfigError, match="decode has .* for the field 'txt'"):
+            TarShards(path, decode={"txt": wrong})  # type: ignore[dict-item]

@@ -35,6 +35,7 @@ from elastic_trainer.launch.attempts import (
     MAX_BACK_OFF_S,
     Next,
     decide_next,
+    has_gone,
     has_progressed,
     supervise,
 )
@@ -266,6 +267,23 @@ signal.pause()""")
     with pytest.raises(ProcessLookupError):
         os.kill(int(told.read_text()), 0)
     assert not (folder / "result.json").exists()
+
+
+def test_a_file_system_that_is_away_for_a_while_is_no_deletion(tmp_path: Path) -> None:
+    """A network file system that is away for a while (here: ELOOP); the folder's own number."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+    folder.rename(tmp_path / "other")
+    assert has_gone(folder, lock)
+    folder.symlink_to(folder)
+    assert not has_gone(folder, lock)
+    folder.unlink()
+    folder.mkdir()
+    assert has_gone(folder, lock)
+    (folder / ".lock").hardlink_to(tmp_path / "other" / ".lock")
+    assert not has_gone(folder, lock)
+    os.close(lock)
 
 
 RAISES = """

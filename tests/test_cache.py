@@ -20,6 +20,7 @@ import pytest
 from test_streams import blocks_in, bytes_in
 
 from elastic_trainer import ConfigError
+from elastic_trainer.data.blocks import make_cache
 from elastic_trainer.data.cache import INNER, MARKER, Cache
 
 
@@ -286,5 +287,12 @@ def test_a_disk_that_is_full_keeps_what_is_there(tmp_path: Path) -> None:
         assert all(one in (None, bytes([number]) * 60_000) for number, one in enumerate(found))
         assert not list(disk.glob("*/*.tmp"))
         del cache
+        shutil.rmtree(disk / INNER)
+        with suppress(OSError), open(disk / "rest", "wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        with pytest.warns(UserWarning, match="takes no block: .*No space left"):
+            assert make_cache(disk, 10**7) is None  # a new host with a full disk trains, too
+        assert sorted(os.listdir(disk)) == ["rest"]
     finally:
         subprocess.run(["umount", disk], check=True)

@@ -260,3 +260,38 @@ def test_a_value_that_python_cannot_hold_is_named_with_its_row(tmp_path: Path) -
                                          r"a.parquet") as caught:
         dataset.__getitems__([2, 3])
     assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(("kind", "values"), [
+    (lambda null, item: arrow.list_(arrow.field(item, arrow.int64(), null)), [[1], [2, 3]]),
+    (lambda null, item: arrow.large_list(arrow.field(item, arrow.int64(), null)), [[1], [2, 3]]),
+    (lambda null, item: arrow.struct([arrow.field("a", arrow.int64(), null)]),
+     [{"a": 1}, {"a": 2}]),
+    (lambda null, item: arrow.map_(arrow.string(), arrow.field(item, arrow.int64(), null)),
+     [[("a", 1)], []]),
+    (lambda null, item: arrow.list_(arrow.field(item, arrow.struct(
+        [arrow.field("a", arrow.list_(arrow.field(item, arrow.int8(), null)))]))),
+     [[{"a": [1]}], []])])
+def test_files_of_several_writers_are_one_dataset_when_only_their_nulls_differ(
+        tmp_path: Path, kind: Any, values: list[Any]) -> None:
+    """Spark and pyarrow call the items of a list differently, and allow nulls differently."""
+    paths = [tmp_path / name for name in ("a.parquet", "b.parquet")]
+    for path, null, item in zip(paths, (True, False), ("item", "element"), strict=True):
+        parquet.write_table(arrow.table({"x": arrow.array(values, kind(null, item))}), path,
+                            use_compliant_nested_type=False)
+    rows = ParquetFiles(paths)
+    assert [str(rows[number]) for number in (0, 1)] == [str(rows[number]) for number in (2, 3)]
+    other = tmp_path / "c.parquet"
+    parquet.write_table(arrow.table({"x": arrow.array([[["b"]], []])}), other)
+    with pytest.raises(ConfigError, match=r"c\.parquet has the column 'x' with the type"):
+        ParquetFiles([*paths, other])
+
+
+def test_lists_of_the_fixed_size_0_are_refused_by_name(tmp_path: Path) -> None:
+    """pyarrow writes them, and does not read them."""
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"x": arrow.array([[], []], arrow.list_(arrow.int64(), 0)),
+                                     "y": [1, 2]}), path)
+    with pytest.warns(AboutData), pytest.raises(ConfigError, match="column 'x' has the type"):
+        ParquetFiles(path)
+    assert ParquetFiles(path, columns=["y"])[1] == {"y": 2}

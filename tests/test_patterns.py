@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,3 +94,17 @@ def test_a_folder_that_may_not_be_read_is_an_error(tree: Path) -> None:
     (tree / "x" / "y").chmod(0)
     with pytest.raises(ConfigError, match="x/y may not be read"):
         Files().expand(f"{tree}/**/*.tar")
+
+
+@pytest.mark.parametrize("urls", [None, 3, b"a.tar", [b"a.tar"], [3], "", ["a.tar", ""], "a\0.tar",
+                                  [None], [["a.tar"]]])
+def test_what_is_no_path_is_an_error_that_shows_it(urls: Any) -> None:
+    """No TypeError of a function inside."""
+    with pytest.raises(ConfigError, match="the files of the dataset are"):
+        Files().expand(urls)
+
+
+def test_braces_with_too_many_numbers_are_an_error() -> None:
+    """Not a process that the kernel kills for its memory."""
+    with pytest.raises(ConfigError, match="files 0 to 999999999999, and one pair"):
+        Files().expand("no-such-folder/{0..999999999999}.tar")

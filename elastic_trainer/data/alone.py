@@ -45,7 +45,9 @@ def private_folder(env: Mapping[str, str] | None = None) -> Path:
         with suppress(OSError):  # there is no such place, or it may not be written
             (place / NAME).mkdir(mode=0o700, parents=True, exist_ok=True)
             if _is_ours(place) and _is_ours(place / NAME):
-                return _required(place / NAME / "locks")
+                folder = _required(place / NAME / "locks")
+                _try_lock(folder)
+                return folder
     return _required(Path("/tmp", f"{NAME}-locks-{os.getuid()}"))
 
 
@@ -66,6 +68,16 @@ def _required(folder: Path) -> Path:
                           f"process elsewhere. Run: chmod 700 {folder}, remove it, or set "
                           f"XDG_RUNTIME_DIR to a folder of your own.")
     return folder
+
+
+def _try_lock(folder: Path) -> None:
+    """Raise OSError where the file system has no locks: some Lustre and NFS have none for a home.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
 
 
 def say(sentence: str) -> None:
@@ -94,8 +106,9 @@ def _taken(path: Path, what: str, told: Callable[[str], None]) -> int:
             _wait(descriptor, path, what, told)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                    with suppress(OSError):  # a full disk: those who wait do not see the number
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
                     return descriptor
         except BaseException:
             os.close(descriptor)

@@ -14,8 +14,10 @@ What always holds:
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,8 +175,20 @@ class Blocks:
 
 
 def make_cache(folder: str | os.PathLike[str] | None, most_bytes: int) -> Cache | None:
-    """Return the cache of a dataset's options. Raises ConfigError."""
-    return None if folder is None else Cache(folder, most_bytes)
+    """Return the cache of a dataset's options; None, with a warning, if the disk is full. Raises
+    ConfigError."""
+    if folder is None:
+        return None
+    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
+        raise ConfigError(f"cache is {folder!r}. Name a folder on a local disk, or use None.")
+    try:
+        return Cache(folder, most_bytes)
+    except ConfigError as error:
+        if getattr(error.__cause__, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        warnings.warn(f"the cache {folder} takes no block: {error.__cause__}. Blocks come from the "
+                      f"store. Free the disk, or name another folder (cache).", stacklevel=3)
+        return None
 
 
 def _fraction(text: str) -> float:

@@ -288,12 +288,12 @@ def _require_own(path: str, found: os.stat_result) -> None:
 def _make(folder: str, inner: str) -> None:
     """Make the folder of the blocks, with its marker in it from the start."""
     prepared = tempfile.mkdtemp(prefix=f".{INNER}-", dir=folder)  # 0700
-    with open(os.open(f"{prepared}/{MARKER}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS,
-                      0o600), "wb") as file:
-        file.write(MAGIC + secrets.token_bytes(KEY_BYTES))
-        file.flush()
-        os.fsync(file.fileno())
     try:
+        with open(os.open(f"{prepared}/{MARKER}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINKS,
+                          0o600), "wb") as file:
+            file.write(MAGIC + secrets.token_bytes(KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
         os.rename(prepared, inner)
     except OSError:
         shutil.rmtree(prepared, ignore_errors=True)

@@ -49,6 +49,9 @@ def decoders(fields: list[str], decode: str | Mapping[str, Decode]) -> dict[str,
     if odd := sorted(set(own) - set(fields)):
         raise ConfigError(f"decode has the field {odd[0]!r}, and the samples have "
                           f"{', '.join(fields)}. Correct the name.")
+    if wrong := [name for name, how in own.items() if not callable(how)]:
+        raise ConfigError(f"decode has {own[wrong[0]]!r} for the field {wrong[0]!r}. Use a "
+                          f"function of its bytes.")
     return {name: own[name] if name in own else _by_name(name, kind) for name in fields}
 
 

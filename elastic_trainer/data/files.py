@@ -221,8 +221,8 @@ class Files:
 
     def expand(self, urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
         """Return the files that patterns name (patterns.py). Raises ConfigError."""
-        given = [urls] if isinstance(urls, (str, os.PathLike)) else list(urls)
-        found = [file for url in given for file in self._expanded(os.fspath(url))]
+        given = _texts(urls)
+        found = [file for text in given for file in self._expanded(text)]
         if not found:
             raise ConfigError(f"{given!r} names no file. Correct the URL or the pattern.")
         seen: dict[str, str] = {}
@@ -253,6 +253,19 @@ class Files:
         if not found:
             raise ConfigError(f"{text} names no file. Correct the URL or the pattern.")
         return found
+
+
+def _texts(urls: Any) -> list[str]:
+    """Return the paths, URLs and patterns that a user has named. Raises ConfigError."""
+    if isinstance(urls, (str, os.PathLike)):
+        urls = [urls]
+    is_many = isinstance(urls, Iterable) and not isinstance(urls, (bytes, bytearray))
+    texts = [os.fspath(one) if isinstance(one, os.PathLike) else one
+             for one in (urls if is_many else [urls])]
+    if odd := [one for one in texts if not isinstance(one, str) or not one or "\0" in one]:
+        raise ConfigError(f"the files of the dataset are {odd[0]!r}. Give a path, a URL or a "
+                          f"pattern as a text, or a list of them.")
+    return texts
 
 
 def is_remote(url: str) -> str:

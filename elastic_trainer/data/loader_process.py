@@ -217,7 +217,7 @@ class Nursery:
         self._tell({"slot": slot, "pid": pid, "code": code})
 
     def _tell(self, news: dict[str, int]) -> None:
-        with suppress(BrokenPipeError):  # the worker has ended: the next read says so
+        with suppress(ConnectionError):  # the worker has ended: the next read says so
             self.worker.send(json.dumps(news).encode())
 
 
@@ -237,7 +237,7 @@ def serve(work: Work, board: Board, slot: int, worker: socket.socket) -> None:
         number, *key = json.loads(message)
         kind, descriptor = answer(work, board, slot, number, tuple(key))
         descriptors = [] if descriptor is None else [descriptor]
-        with suppress(BrokenPipeError):  # the worker has ended: the next message says so
+        with suppress(ConnectionError):  # the worker has ended: the next message says so
             socket.send_fds(worker, [json.dumps([number, kind]).encode()], descriptors)
         for one in descriptors:
             os.close(one)

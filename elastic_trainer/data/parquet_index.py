@@ -39,8 +39,9 @@ CODECS = {"lz4_raw": "lz4", "lz4_hadoop": "lz4"}
 TAIL_BYTES = 64 << 10
 """What is read of the end of a file at first: most footers are in it."""
 SCANS = 16
-TIME, PANDAS = "time", "pandas"
-"""Why values cannot be read: Python's time has no nanoseconds; those of timestamps need pandas."""
+TIME, PANDAS, EMPTY = "time", "pandas", "empty"
+"""Why values cannot be read: Python's time has no nanoseconds; those of timestamps need pandas;
+pyarrow writes lists of the fixed size 0, and does not read them."""
 
 
 def parquet() -> Any:
@@ -80,7 +81,7 @@ def build(files: Files, sources: list[Source]) -> Index:
         raise ConfigError(f"{sources[0].url} and the other files have no rows. Correct the list of "
                           f"files.")
     described = [[name, str(kind), _hindrance(kind)] for name, kind in types.items()]
-    told = [refused_column(*one) for one in described if one[2] == TIME]
+    told = [refused_column(*one) for one in described if one[2] in (TIME, EMPTY)]
     folder = common_folder([source.url for source in sources])
     facts = {"columns": described, "told": told}
     return tell(Index("parquet", folder, sources, facts, {
@@ -144,14 +145,29 @@ def _require_same(first: Source, types: dict[str, Any], other: Source, others: d
                           f"{first.url} has {', '.join(types) or 'none'}. Use files with the same "
                           f"columns.")
     for name, kind in types.items():
-        if others[name] != kind:
+        if _of_values(others[name]) != _of_values(kind):
             raise ConfigError(f"{other.url} has the column {name!r} with the type {others[name]}, "
                               f"and {first.url} with {kind}. Write both with one type.")
 
 
-def _hindrance(kind: Any) -> str:
-    """Return why the values of a type cannot be read without loss: TIME, PANDAS, or ""."""
+def _of_values(kind: Any) -> Any:
+    """Return what the values of a type follow from. Whether they may be null, and how the items of
+    a list are called, differs between writers (Spark, pyarrow)."""
     types: Any = importlib.import_module("pyarrow").types
+    if types.is_map(kind):
+        return kind.id, _of_values(kind.key_type), _of_values(kind.item_type)
+    if not kind.num_fields or hasattr(kind, "storage_type"):
+        return kind
+    inner = [kind.field(place) for place in range(kind.num_fields)]
+    names = [one.name for one in inner] if types.is_struct(kind) else []
+    return kind.id, getattr(kind, "list_size", 0), names, [_of_values(one.type) for one in inner]
+
+
+def _hindrance(kind: Any) -> str:
+    """Return why the values of a type cannot be read: TIME, PANDAS, EMPTY, or ""."""
+    types: Any = importlib.import_module("pyarrow").types
+    if types.is_fixed_size_list(kind) and not kind.list_size:
+        return EMPTY
     if types.is_time64(kind) and kind.unit == "ns":
         return TIME
     if (types.is_timestamp(kind) or types.is_duration(kind)) and kind.unit == "ns":
@@ -169,6 +185,9 @@ def refused_column(name: str, kind: str, hindrance: str) -> str:
     if hindrance == TIME:
         return (f"the column {name!r} has the type {kind}, and Python's time has no nanoseconds. "
                 f"Write it as time64[us], or leave it out with columns=.")
+    if hindrance == EMPTY:
+        return (f"the column {name!r} has the type {kind}, which pyarrow cannot read. Write it as "
+                f"a list, or leave it out with columns=.")
     if hindrance == PANDAS and importlib.util.find_spec("pandas") is None:
         return (f"the column {name!r} has the type {kind}, which is read as values of pandas, and "
                 f"pandas is not installed. Install it on all workers, write the column in "

@@ -22,6 +22,7 @@ from elastic_trainer.config import ConfigError
 
 BRACES = re.compile(r"\{([^{}]*)\}")
 MAGIC = re.compile(r"[*?\[{]")
+MOST_CHOICES = 1 << 20
 Folder = dict[str, bool]
 """The names in a folder: True for those of folders."""
 
@@ -91,7 +92,8 @@ def _alternatives(tree: Tree, base: str, parts: list[str]) -> Iterator[tuple[str
 
 
 def choices_of(text: str) -> list[str] | None:
-    """Return a text with each choice of its first braces; None: it has none."""
+    """Return a text with each choice of its first braces; None: it has none. Raises ConfigError.
+    """
     found = BRACES.search(text)
     if not found:
         return None
@@ -99,6 +101,9 @@ def choices_of(text: str) -> list[str] | None:
     if numbers:
         first, last = numbers.groups()
         width = len(first) if len(first) == len(last) or first.startswith("0") else 0
+        if int(last) - int(first) >= MOST_CHOICES:
+            raise ConfigError(f"the pattern {text} names the files {first} to {last}, and one pair "
+                              f"of braces has at most {MOST_CHOICES}. Correct the numbers.")
         choices = [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
     else:
         choices = found[1].split(",")

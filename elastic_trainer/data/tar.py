@@ -129,7 +129,7 @@ class TarShards:
                 strict=True) if known[name] in self._decoders
         ]
         file = int(arrays["file"][number])
-        if self.fields is not None and len(members) < len(self.fields):
+        if self.fields is not None and len(members) < len(set(self.fields)):
             missing = set(self.fields) - {member.name for member in members}
             raise KeyError(f"sample {self.key(number)} of {self.index.sources[file].url} has no "
                            f"field {sorted(missing)[0]!r}")
@@ -294,6 +294,9 @@ def scan(files: Files, source: Source, ignore_zeros: bool = False) -> Samples:
             found.leave_out(_why_no_field(member.name), member)
             continue
         key, name = parts[1], parts[2].lower()
+        if name == "__key__":
+            raise ConfigError(f"{source.url} has the file {member.name!r}, whose field would be "
+                              f"in the place of the sample's key. Rename it.")
         if not found.keys or found.keys[-1] != key:
             fields.clear()
         if name in fields:

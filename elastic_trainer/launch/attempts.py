@@ -122,7 +122,6 @@ class Supervisor:
         self.events = Events(run_dir, run=run_dir.name)
         self.run_id = secrets.token_hex(8)
         self.is_stopped = self.is_deleted = False
-        self._folder = os.stat(run_dir)
         self.idle = self.hostless = 0
         """How many attempts in a row had no progress, or no hosts."""
         self.driver: subprocess.Popen[bytes] | None = None
@@ -195,7 +194,7 @@ class Supervisor:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 return driver.wait(LOOK_S)
-            if not self.is_deleted and has_gone(self.run_dir, self._folder, self.lock):
+            if not self.is_deleted and has_gone(self.run_dir, self.lock):
                 self.is_deleted = True
                 tell(f"The folder {self.run_dir} was deleted or moved while the run used it. Its "
                      f"event log is lost, and its checkpoints if they were in it. The run ends. To "
@@ -215,13 +214,18 @@ class Supervisor:
             "ELASTIC_TRAINER_RUN_S": f"{past.observed_s:.1f}"}
 
 
-def has_gone(run_dir: Path, folder: os.stat_result, lock: int) -> bool:
-    """True if the folder of a run, or what was in it, is not there any more. Raises OSError."""
+def has_gone(run_dir: Path, lock: int) -> bool:
+    """True if the folder of a run, or what was in it, is not there any more.
+
+    The number of its lock's file is compared, and not that of the folder: FUSE may give a folder
+    that nobody has open another number (libfuse, without `use_ino`).
+    """
     try:
-        is_there = os.path.samestat(os.stat(run_dir), folder)
-        return not (is_there and os.path.samestat(os.stat(run_dir / LOCK_FILE), os.fstat(lock)))
+        return not os.path.samestat(os.stat(run_dir / LOCK_FILE), os.fstat(lock))
     except (FileNotFoundError, NotADirectoryError):
         return True
+    except OSError:  # EIO, ESTALE, EACCES of a network file system: nothing is known
+        return False
 
 
 def tell(sentence: str) -> None:
