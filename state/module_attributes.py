@@ -36,6 +36,7 @@ from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import torch
 
 from elastic_trainer.state.names import plain
@@ -160,7 +161,9 @@ class ModuleAttributes:
         """Return 32 bits of what differed at the step's begin from what was built."""
         if self._checksum is None:
             changed = self.changed_before()
-            self._checksum = zlib.crc32(repr(sorted(changed.items())).encode()) if changed else 0
+            self._checksum = zlib.crc32(repr(sorted(
+                (path, _number(value)) for path, value in changed.items())).encode()
+                ) if changed else 0
         return self._checksum
 
     # --- as values --------------------------------------------------------------------------------
@@ -382,14 +385,20 @@ def _plain_of(owner: Any) -> Iterator[tuple[str, Any]]:
 def is_plain(value: Any) -> bool:
     """Return whether a value is followed: a number, a text, a truth value, None, or a container of
     these."""
-    return type(value) in SCALARS or (
+    return is_scalar(value) or (
         type(value) in (tuple, list, dict) and 0 <= _room(value, MOST_VALUES, DEEPEST))
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a value is a number (also one of numpy), a text, a truth value or None."""
+    return type(value) in SCALARS or (
+        isinstance(value, numpy.generic) and value.dtype.kind in "biuf")
 
 
 def _room(value: Any, room: int, depth: int) -> int:
     """Return how much of the room for values is left behind a container; -1: it is too large, too
     deep, or holds another kind of value."""
-    if type(value) in SCALARS:
+    if is_scalar(value):
         return room - 1
     is_dict = type(value) is dict
     if depth == 0 or room <= 0 or not (is_dict or type(value) in (tuple, list)):
@@ -412,11 +421,24 @@ def is_size(value: Any) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Return whether two plain values are equal, in their types too. A NaN equals itself."""
-    if type(one) is not type(other):
-        return False
+    """Return whether two plain values are equal. A NaN equals itself, and 1 equals 1.0, as in a
+    quick look (`_Watched`)."""
     if isinstance(one, (tuple, list)):
-        return len(one) == len(other) and all(map(is_same, one, other))
+        return (type(one) is type(other) and len(one) == len(other)
+                and all(map(is_same, one, other)))
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+        return (type(one) is type(other) and one.keys() == other.keys()
+                and all(is_same(one[key], other[key]) for key in one))
     return bool(one == other or (one != one and other != other))
+
+
+def _number(value: Any) -> Any:
+    """Return a plain value with one form for equal numbers."""
+    if isinstance(value, (tuple, list)):
+        return [_number(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _number(one) for key, one in value.items()}
+    value = value.item() if isinstance(value, numpy.generic) else value
+    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        return int(value)
+    return value

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from test_evaluation import HELD_OUT
@@ -69,6 +70,10 @@ def to_namespace(module: Any, step: int) -> None:
 
 CHANGES: dict[str, Callable[[Any, int], Any]] = {
     "a temperature": lambda m, step: setattr(m, "temperature", later(step)),
+    "numbers of numpy": lambda m, step: (
+        setattr(m, "temperature", numpy.float64(later(step))),
+        setattr(m, "shift", numpy.float32(later(step))),
+        m.gains.__setitem__(1, numpy.linspace(1, 2, 10)[step])),
     "p of a dropout": lambda m, step: setattr(m.inner[0], "p", 0.1 * (step + 1)),
     "a module in a list": lambda m, step: setattr(m.drops[0], "p", 0.1 * (step + 1)),
     "a text, once": lambda m, step: setattr(m, "kind", "double" if step > 1 else "plain"),
@@ -137,13 +142,19 @@ def by_step(model: Any, step: Any) -> None:
     model[2].temperature = later(step.number)
 
 
+def by_numpy(model: Any, step: Any) -> None:
+    """Set an attribute by the number of the step, as a number of numpy, or as a whole number that
+    equals the float that was there."""
+    model[2].temperature = numpy.float32(later(step.number)) if step.number else 1
+
+
 def to_a_cache(model: Any, step: Any) -> None:
     """Set, in forward, what is the same for each batch."""
     model[2].shape, model[2].width = (None, 8), 8
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-@pytest.mark.parametrize("act", [by_step, to_a_cache])
+@pytest.mark.parametrize("act", [by_step, by_numpy, to_a_cache])
 def test_what_the_inner_loop_sets_alike_for_each_batch_is_that_of_every_worker(
         act: Callable[..., None], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a worker that has no shard: what the step's first shard has left."""
@@ -157,7 +168,8 @@ def test_what_the_inner_loop_sets_alike_for_each_batch_is_that_of_every_worker(
         return trainer.result.weights_sha256, seen
 
     alone, models = work(scaled()), [scaled() for _ in range(size)]
-    assert alone[1][-1] == ([later(5), None, None] if act is by_step else [1.0, (None, 8), 8])
+    assert alone[1][-1] == ([1.0, (None, 8), 8] if act is to_a_cache else [
+        later(5) if act is by_step else numpy.float32(later(5)), None, None])
     assert in_a_breaking_world(monkeypatch, size, lambda rank: work(
         models[rank], *[Fault(("step.voted", 1))] * (rank == 1))) == [alone] * size
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.layout import decode, pack
+from elastic_trainer.state.layout import byte_ranges, decode, pack
 from elastic_trainer.state.module_attributes import ModuleAttributes, is_same, is_size
 from elastic_trainer.training.supported import some
 
@@ -71,8 +71,7 @@ class Moved:
         """
         moved = dict[str, Any]()
         if mark == MOVED:
-            text = from_first(pack(self._left).header.decode() if self.mark == MOVED else "")
-            moved = dict(decode(text.encode(), torch.empty(0, dtype=torch.uint8)))
+            moved = _read(from_first(_text(self._left) if self.mark == MOVED else ""))
         self._attributes.after = moved
         if self._left is not None and mark != NOT_RUN:
             require_same(moved, self._left, "on this worker and on another one", RuntimeError)
@@ -102,6 +101,19 @@ def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
             if not (path in one and path in other and is_same(one[path], other[path]))]
 
 
+def _text(values: Any) -> str:
+    packed = pack(values)
+    content = b"".join(part.numpy().tobytes()
+                       for part in byte_ranges(packed, 0, packed.payload_bytes))
+    return f"{packed.header.decode()}\n{content.hex()}"
+
+
+def _read(text: str) -> dict[str, Any]:
+    header, content = text.split("\n")
+    return dict(decode(header.encode(), torch.tensor(list(bytes.fromhex(content)),
+                                                     dtype=torch.uint8)))
+
+
 def _shown(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=repr)
     return text if len(text) <= 40 else f"{text[:40]}…"

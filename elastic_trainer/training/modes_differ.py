@@ -22,7 +22,8 @@ def refuse(state: LiveState, world: World) -> NoReturn:
 
     All workers call it. Network: one exchange of names and values.
     """
-    mine = json.dumps([state.modes.evaluating_before(), state.attributes.changed_before()])
+    mine = json.dumps([state.modes.evaluating_before(), state.attributes.changed_before()],
+                      default=repr)
     modes, attributes = zip(*map(json.loads, world.gather_texts(mine)), strict=True)
     state.restore()
     if all(one == attributes[0] for one in attributes):
