@@ -121,6 +121,12 @@ def test_an_error_is_shown_when_an_option_is_unknown(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("arguments", "output"), [
+    (["run", "--workers", "2", "--"], "no command stands after --"),
+    (["run", "--"], "no command stands after --"),
+    (["run", "--", ""], "no command stands after --"),
+    (["replay", "--storm", "rough", "--"], "no command stands after --"),
+    (["replay", "--name", "x"], "Did you mean --run?"), (["replay"], "--storm --trace is required"),
+    (["setup", "--chek"], "Did you mean --check?"),
     (["replay", "--storm", "rough", "--name", "x"], "Did you mean --run?"),
     (["replay", "--storm", "rough", "--elastic-timeot=3", "--", "true"],
      "Did you mean --elastic-timeout?"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 MEANT = {"--name": "--run", "--nproc-per-node": "--workers", "--nproc_per_node": "--workers",
@@ -27,6 +27,15 @@ class Parser(argparse.ArgumentParser):
         if found := re.match(r"unrecognized arguments: (\S+)", message):
             message += nearest(found[1], options_of(self))
         super().error(message)
+
+    def command_of(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the options before --, and the command after it. An empty one is an error, such as
+        that of a shell's variable without a value: it is no demo."""
+        at = list(argv).index("--") if "--" in argv else len(argv)
+        if at < len(argv) and not "".join(argv[at + 1:]).strip():
+            self.error("no command stands after --. Give it, e.g. -- python my_train.py, or leave "
+                       "-- out for the demo.")
+        return list(argv[:at]), list(argv[at + 1:])
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:

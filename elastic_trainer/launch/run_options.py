@@ -71,9 +71,9 @@ class Run:
 
 def parse_run(argv: list[str]) -> Run:
     """Read the command line of `run`. Raises ConfigError; ends the process for unknown options."""
-    at = argv.index("--") if "--" in argv else len(argv)
-    ours, command = argv[:at], argv[at + 1 :]
-    is_demo, parser = not command, _parser()
+    parser = _parser()
+    ours, command = parser.command_of(argv)
+    is_demo = not command
     ours = ours[1:] if ours[:1] == ["demo"] else ours
     configuration = configured.read(ours, os.environ)
     options, others = parser.parse_known_args(
@@ -119,7 +119,7 @@ def _given(options: argparse.Namespace, *names: str) -> list[str]:
     return [HOROVODRUNS[name] for name in names if getattr(options, name) is not None]
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="elastic-trainer run",
         usage="%(prog)s [demo] [options]\n"

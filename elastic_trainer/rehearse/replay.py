@@ -117,7 +117,7 @@ def run(argv: Sequence[str], examples: Sequence[str],
 
 # --- what is asked for ----------------------------------------------------------------------------
 
-def parser_of(examples: Sequence[str]) -> argparse.ArgumentParser:
+def parser_of(examples: Sequence[str]) -> Parser:
     """Return the parser of the command line."""
     parser = Parser(
         prog="elastic-trainer replay",
@@ -127,7 +127,7 @@ def parser_of(examples: Sequence[str]) -> argparse.ArgumentParser:
                     "are lost as in a trace, and the result is judged.",
         epilog="The options of `elastic-trainer run` are taken, too, e.g. --store or --config.")
     add = parser.add_argument
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_mutually_exclusive_group()
     which.add_argument("--storm", metavar="NAME|rate=12/h,…",
                        help=f"a shipped storm ({', '.join(storm.SHIPPED)}), or one of your own: "
                             f"rate=12/h,bulk=0.4,zero=0.1,notice=0.8,replace=180,hours=24,seed=7")
@@ -156,10 +156,12 @@ def parse(argv: Sequence[str], examples: Sequence[str],
           demo: Callable[[str, argparse.Namespace], list[str]],
           require_known: Require) -> Rehearsal:
     """Read the command line. Raises ConfigError."""
-    at = list(argv).index("--") if "--" in argv else len(argv)
-    command = list(argv[at + 1 :])
     parser = parser_of(examples)
-    options, others = parser.parse_known_args(argv[:at])
+    ours, command = parser.command_of(argv)
+    options, others = parser.parse_known_args(ours)
+    if options.storm is None and options.trace is None:
+        require_known(others, parser, "elastic-trainer replay")
+        parser.error("one of the arguments --storm --trace is required")
     check(options, others, command)
     require_known(others, parser, "elastic-trainer replay")
     rows = rows_of(options)
