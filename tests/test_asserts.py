@@ -199,7 +199,7 @@ def test_a_run_without_asserts_survives_a_kill_and_names_what_is_lost_with_its_s
         assert cluster.wait() == EXIT_UNSAVED, cluster.story()
         (ended,) = cluster.events("attempt.ended")
         assert (ended["verdict"], ended["exit_code"]) == ("unsaved", EXIT_UNSAVED)
-        (left,) = cluster.events("run.left_unsaved")
+        (left,) = cluster.events("job.left_unsaved")
         assert left["step"] == 40 and 0 < left["newest_checkpoint"] <= 8
         assert not json.loads((cluster.run_dir / "result.json").read_text())["finished"]
         output = (tmp_path / "output.log").read_text()

@@ -4,6 +4,7 @@ after each death."""
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,13 @@ from cluster import JOB, Cluster
 from faults import Plan
 
 from elastic_trainer.config import Launch, Limits
-from elastic_trainer.observe.courier import Courier, Desk, new_run_id, shares_runs
+from elastic_trainer.observe.courier import (
+    WORKERS_EVENTS,
+    Courier,
+    Desk,
+    new_run_id,
+    shares_runs,
+)
 from elastic_trainer.observe.events import Events, read_events
 from elastic_trainer.wire.messages import MessageRefused, MessageServer
 from elastic_trainer.wire.seal import worker_key
@@ -186,3 +193,17 @@ def test_a_host_that_shares_nothing_needs_a_store(tmp_path: Path) -> None:
         assert cluster.wait() != 0
     assert "Use --store" in (tmp_path / "output.log").read_text()
     assert not [e for e in read_events(cluster.run_dir) if e["event"] == "worker.step_committed"]
+
+
+OF_A_WORKER_ALONE = {"run.started", "attempt.started"}
+"""A worker without a launcher writes these into its own folder."""
+
+
+def test_the_supervisor_takes_each_event_that_a_worker_emits() -> None:
+    """A host that does not share the folder of runs would lose the others."""
+    root = Path(__file__).resolve().parent.parent
+    emitted = {name for room in ("elastic_trainer/training", "elastic_trainer/world", "state")
+               for path in (root / room).glob("*.py")
+               for name in re.findall(r'(?:emit|Remark)\(\s*"([a-z]+\.[a-z_]+)"', path.read_text())}
+    assert "worker.step_committed" in emitted
+    assert {name for name in emitted if not name.startswith(WORKERS_EVENTS)} == OF_A_WORKER_ALONE

@@ -112,7 +112,7 @@ def run_bash(example: Example) -> None:
             path = os.pathsep.join([str(ROOT), *sys.path])
             done = subprocess.run([sys.executable, *words],
                                   env=os.environ | {"PYTHONPATH": path},
-                                  timeout=60,
+                                  timeout=300,
                                   capture_output=True,
                                   text=True)
             assert done.returncode == 0, done.stdout + done.stderr

@@ -179,7 +179,7 @@ def test_a_run_whose_last_checkpoint_fails_is_not_finished_and_names_what_is_los
     with pytest.raises(Unsaved, match=r"all its 6 steps.*no space left.*checkpoint is that of step "
                                       r"2\. .*same command"):
         trained(built(), run_dir=run, listeners=[ears], checkpoint_every=1)
-    (told,) = ears.facts("run.left_unsaved")
+    (told,) = ears.facts("job.left_unsaved")
     assert (told["step"], told["newest_checkpoint"]) == (6, 2) and not ears.facts("run.finished")
     assert not json.loads((run / "result.json").read_text())["finished"]
     said = capsys.readouterr().err

@@ -110,7 +110,7 @@ class Story:
             self.say("worker.program_proved", worker=worker, proof="5a")
         self.say("driver.generation_formed", **place, hosts=[], reason="lost", workers=workers)
         if source == "checkpoint":
-            self.say("run.program_proved", step=self.steps)
+            self.say("job.program_proved", step=self.steps)
         if redone:
             self.say("worker.step_redone", generation=self.generation, step=self.steps)
         self.say("worker.generation_started",

@@ -57,7 +57,7 @@ class Tracebacks:
     def shortened(self, text: str) -> str:
         """Return a text without the tracebacks that were printed."""
         stream = Stream(self, "", "")
-        lines = [shown for line in text.rstrip().splitlines() for shown in stream.take(line)]
+        lines = [shown for line in text.rstrip().split("\n") for shown in stream.take(line)]
         return "\n".join([*lines, *stream.rest()])
 
 

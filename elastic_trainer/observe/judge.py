@@ -284,6 +284,6 @@ _READERS: dict[str, Callable[[Judge, Event], None]] = {
     "state.checkpoint_published": Judge.checkpoint_published,
     "worker.state_lost": Judge.state_lost,
     "run.finished": Judge.run_finished,
-    "run.program_proved": lambda judge, event: judge.programs.resumed(event),
+    "job.program_proved": lambda judge, event: judge.programs.resumed(event),
     "worker.program_proved": lambda judge, event: judge.programs.proved(event),
 }

@@ -25,7 +25,7 @@ DETAIL, _, WARNING, ERROR = Level
 
 PROGRAMS = (
     EventKind(
-        "run.program_proved", DETAIL,
+        "job.program_proved", DETAIL,
         "A run goes on from a checkpoint, and its workers have the dataset and the program of that "
         "checkpoint. `allowed` has the differences that --allow-change allows.",
         (*reads(attempt=ATTEMPT, step=STEP), *has(proof=NAME, run_proof=NAME, allowed=LIST))),

@@ -1,6 +1,6 @@
 """Whether the event log has the proof that each worker had the run's dataset and program.
 
-worker.program_proved, run.program_proved → judge → here → verdict: what is not proved
+worker.program_proved, job.program_proved → judge → here → verdict: what is not proved
 
 What always holds:
 1. Each member that the driver has given a place has a proof, wherever its line stands in the log:
@@ -56,6 +56,6 @@ class ProgramProofs:
             steps = ", ".join(str(step) for _, step in starts[:3])
             more = f" and {len(starts) - 3} more" if len(starts) > 3 else ""
             found.append(f"that the run went on from its checkpoints with their dataset and "
-                         f"program: the log has no line run.program_proved of the start at step "
+                         f"program: the log has no line job.program_proved of the start at step "
                          f"{steps}{more}, {OLDER}.")
         return found

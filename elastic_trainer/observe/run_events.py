@@ -52,7 +52,7 @@ RUN = (
         reads(attempt=ATTEMPT), "the run ends: 5 attempts in a row had no progress",
         remedy="Read the events before. The same command goes on with the run."),
     EventKind(
-        "run.left_unsaved", ERROR,
+        "job.left_unsaved", ERROR,
         "The run has done all its steps, and its last checkpoint could not be written. Its exit "
         "code is 74.", has(step=STEP, error=TEXT, newest_checkpoint=WHOLE_OR_MINUS_ONE),
         "the last checkpoint of step {step} could not be written: {error}",

@@ -171,7 +171,7 @@ class Account:
                 f"checkpoint of step {step} (\"the run\"): {sentence(wrong)}. "
                 f"{remedy(wrong, mine, runs)}")
         if rank == 0:
-            self.events.emit("run.program_proved", step=step, proof=mine.digest,
+            self.events.emit("job.program_proved", step=step, proof=mine.digest,
                              run_proof=runs.digest, allowed=[one.text for one in found])
         for part in dict.fromkeys(one.part for one in found):
             text = sentence([one for one in found if one.part == part])

@@ -44,7 +44,7 @@ def unsaved(steps: int, known: Known, tried_s: float, rank: int, events: Events)
     """Return what ends a run that has done all its steps without its last checkpoint. Rank 0 logs
     it."""
     if rank == 0:
-        events.emit("run.left_unsaved", step=steps, error=known.why,
+        events.emit("job.left_unsaved", step=steps, error=known.why,
                     newest_checkpoint=known.newest_step)
     return Unsaved(
         f"the run has done all its {steps} steps, but its last checkpoint could not be written in "
