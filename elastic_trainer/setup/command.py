@@ -14,13 +14,13 @@ What always holds:
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_trainer.host.options import Parser
 from elastic_trainer.setup import needs, trust
 from elastic_trainer.setup.build import Commands, SetupFailed, build, install, remove_remains
 from elastic_trainer.setup.recipe import VERSION
@@ -41,7 +41,8 @@ DURATION = "about 4 minutes on 2 cores"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code. With --check it is 0 when nothing is to be done."""
-    parser = Parser(prog="elastic-trainer setup", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="elastic-trainer setup", allow_abbrev=False,
+                                     description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true",
                         help="print what is missing, and do nothing")
     options = parser.parse_args(argv)
