@@ -18,10 +18,10 @@ from test_loop import (
     Ears,
     built,
     in_a_world,
-    job,
     mse,
-    trained,
 )
+from test_loop import job as job_of_loop
+from test_loop import trained as trained_of_loop
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
@@ -45,6 +45,18 @@ SHARD = SCHEDULE.shard_samples(1, 2).tolist()
 def model() -> torch.nn.Sequential:
     # No dropout: the threads of a simulated world share their random numbers.
     return built(Centred(False))
+
+
+def job(model: torch.nn.Module, **changes: Any) -> Any:
+    return job_of_loop(model, rules=rules(model), **changes)
+
+
+def trained(model: torch.nn.Module, *others: Any, **changes: Any) -> Any:
+    return trained_of_loop(model, *others, buffers=rules(model), **changes)
+
+
+def rules(model: torch.nn.Module) -> dict[str, Any]:
+    return {"*": "mean"} if list(model.buffers()) else {}
 
 
 def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:

@@ -23,8 +23,8 @@ def is_ours(file: str) -> bool:
     return file.startswith(OURS) and not file.startswith(EXAMPLES) or file.startswith("<")
 
 
-def of_user(error: BaseException) -> BaseException:
-    """Leave out our frames of an error, and what it was raised from; return it."""
+def frames_of_user(error: BaseException) -> TracebackType | None:
+    """Return an error's traceback without our frames."""
     kept, found = list[TracebackType](), error.__traceback__
     while found:
         if not is_ours(found.tb_frame.f_code.co_filename):
@@ -33,8 +33,7 @@ def of_user(error: BaseException) -> BaseException:
     following = None
     for one in reversed(kept):
         following = TracebackType(following, one.tb_frame, one.tb_lasti, one.tb_lineno)
-    error.__cause__, error.__suppress_context__ = None, True
-    return error.with_traceback(following)
+    return following
 
 
 def shorten(kind: type[BaseException]) -> None:
@@ -47,7 +46,9 @@ def shorten(kind: type[BaseException]) -> None:
     def show_users(of: type[BaseException], error: BaseException,
                    found: TracebackType | None) -> None:
         if isinstance(error, kind):
-            found = of_user(error).__traceback__
+            found = frames_of_user(error)
+            error.__cause__, error.__suppress_context__ = None, True
+            error.__traceback__ = found
         show(of, error, found)
 
     sys.excepthook = show_users

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_MACHINE, EXIT_USER_ERROR, ConfigError, Launch
-from elastic_trainer.host.excepthook import of_user
+from elastic_trainer.host.excepthook import frames_of_user
 from elastic_trainer.observe.events import Events
 from elastic_trainer.training.machine_fault import machine_fault
 from elastic_trainer.wire.heartbeat import MachineFault
@@ -90,8 +90,11 @@ def leave_as_odd(error: Exception, driver: Driver, events: Events) -> NoReturn:
 
 def text_of(error: BaseException) -> str:
     """Return an error with its traceback: of a mistake of the user, with the user's frames."""
-    return "".join(traceback.format_exception(
-        of_user(error) if isinstance(error, ConfigError) else error))
+    if not isinstance(error, ConfigError):
+        return "".join(traceback.format_exception(error))
+    shown = traceback.TracebackException(type(error), error, frames_of_user(error))
+    shown.__cause__ = shown.__context__ = None
+    return "".join(shown.format())
 
 
 def without_frames(text: str) -> str:
