@@ -46,32 +46,27 @@ def test_nothing_is_logged_when_a_run_is_resumed_as_it_was(
     assert differences(ears) == {} and "given" not in capsys.readouterr().err
 
 
-def test_the_runs_hyperparameters_hold_and_others_are_logged(
-        run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are in the checkpoint. One line each, with both values, and what to do."""
-    def other(model: torch.nn.Module) -> Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.8, 0.9))
-
-    ears, optimizer = resumed({}, {}, (adamw, other))
-    assert differences(ears) == {"optimizer.lr": (0.01, 0.5, "run"),
-                                 "optimizer.betas": ([0.9, 0.999], [0.8, 0.9], "run")}
-    assert optimizer.param_groups[0]["lr"] == 0.01
-    said = [line for line in capsys.readouterr().err.splitlines() if "is given" in line]
-    assert len(
-        said
-    ) == 2 and "optimizer.lr is 0.01 in the run, but 0.5 is given. The run's value holds" in said[1]
+def other_options(model: torch.nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.5, betas=(0.8, 0.9))
 
 
-def test_the_values_that_hold_are_the_runs_when_it_is_resumed_once_more(run_dir: Path) -> None:
-    """Also after somebody has given others meanwhile."""
-    def other(model: torch.nn.Module) -> Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=0.5)
-
-    resumed({}, {"max_steps": 4}, (adamw, other))
-    ears = Ears()
-    model = built()
-    trained(model, adamw(model), listeners=[ears])
+def test_other_hyperparameters_are_refused_when_a_run_is_resumed(run_dir: Path) -> None:
+    """They are in the checkpoint. Both values of each, and what allows it."""
+    with pytest.raises(ConfigError, match=r"optimizer\.lr is 0\.01 in the run, and 0\.5 here; "
+                                          r"optimizer\.betas.*--allow-change optimizer"):
+        resumed({}, {}, (adamw, other_options))
+    model, ears = built(), Ears()
+    trained(model, adamw(model), listeners=[ears])  # the run's are those of before
     assert differences(ears) == {}
+
+
+def test_given_hyperparameters_hold_when_they_may_change(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first step of the resumed run on."""
+    monkeypatch.setenv("ELASTIC_TRAINER_ALLOW_CHANGE", "optimizer")
+    _, optimizer = resumed({}, {}, (adamw, other_options))
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]) == (0.5,
+                                                                                     (0.8, 0.9))
 
 
 @pytest.mark.parametrize(("first", "second", "key"), [
