@@ -305,12 +305,12 @@ def test_too_many_fields_are_an_error_that_names_a_file(tmp_path: Path, files: i
     blank = bytearray(header("a." + "-" * 8))
     rest = sum(blank[:148]) - 8 * ord("-") + 8 * ord(" ") + sum(blank[156:])
     for number in range(files):
-        content = b""
+        content = bytearray()
         for place in range(70_000 // files):
             name = b"%d-%06d" % (number, place)
             blank[2:10], blank[148:155] = name, b"%06o\0" % (rest + sum(name))
             content += blank
-        written(tmp_path / f"{number}.tar", content, END)
+        written(tmp_path / f"{number}.tar", bytes(content), END)
     with pytest.raises(ConfigError, match=r"\.tar has a\.\d-\d+, .*more than 65536 different"):
         TarShards(tmp_path / "*.tar")
 
