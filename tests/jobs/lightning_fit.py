@@ -15,6 +15,7 @@ from faults import Injector  # noqa: E402
 injector = None
 if "ELASTIC_TEST_PLAN" in os.environ:
     injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
+    injector.linger_at_the_end(36, 0.15)  # the early end comes after 36 steps
 
 import lightning as L  # noqa: E402
 import torch  # noqa: E402
