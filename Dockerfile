@@ -36,7 +36,8 @@ COPY deploy/hashes.py deploy/hashes.txt deploy/install.sh deploy/
 COPY elastic_trainer/setup elastic_trainer/setup
 # The sources come last, so that a change in them needs no new install. Empty packages replace them
 # here.
-RUN for name in . examples host launch observe standby training wire world; do \
+RUN for name in . commands driver evaluate events examples horovod_style host reduce schedule \
+        training views wire world; do \
         mkdir -p "elastic_trainer/$name" && touch "elastic_trainer/$name/__init__.py"; done \
     && mkdir discovery state && touch discovery/__init__.py state/__init__.py \
     && ln -s ../discovery ../state elastic_trainer/

@@ -8,7 +8,7 @@
                                               their hashes
     python deploy/hashes.py locked PIN [OLD…] print a package and all that it needs, with hashes;
                                               OLD is needed before Python 3.11 only
-                                              (elastic_trainer/launch/ministack.txt)
+                                              (elastic_trainer/commands/ministack.txt)
 
 constraints.txt → here → hashes.txt → here → install.sh (`pip install --require-hashes`)
 

@@ -9,23 +9,23 @@ if TYPE_CHECKING:
     from elastic_trainer.data.mixture import Mixture as Mixture
     from elastic_trainer.data.parquet import ParquetFiles as ParquetFiles
     from elastic_trainer.data.tar import TarShards as TarShards
-    from elastic_trainer.learning_rate import constant as constant
-    from elastic_trainer.learning_rate import cosine as cosine
-    from elastic_trainer.learning_rate import inverse_root as inverse_root
-    from elastic_trainer.learning_rate import linear_decay as linear_decay
-    from elastic_trainer.learning_rate import linear_scaling as linear_scaling
-    from elastic_trainer.learning_rate import step_decay as step_decay
-    from elastic_trainer.order import LikeLength as LikeLength
-    from elastic_trainer.order import Weighted as Weighted
+    from elastic_trainer.evaluate.best import KeepBest as KeepBest
+    from elastic_trainer.evaluate.best import keep_best as keep_best
+    from elastic_trainer.evaluate.evaluation_plan import Evaluation as Evaluation
+    from elastic_trainer.horovod_style.state import ElasticState as ElasticState
+    from elastic_trainer.reduce.buffer_rules import gather as gather
+    from elastic_trainer.schedule.learning_rate import constant as constant
+    from elastic_trainer.schedule.learning_rate import cosine as cosine
+    from elastic_trainer.schedule.learning_rate import inverse_root as inverse_root
+    from elastic_trainer.schedule.learning_rate import linear_decay as linear_decay
+    from elastic_trainer.schedule.learning_rate import linear_scaling as linear_scaling
+    from elastic_trainer.schedule.learning_rate import step_decay as step_decay
+    from elastic_trainer.schedule.order import LikeLength as LikeLength
+    from elastic_trainer.schedule.order import Weighted as Weighted
     from elastic_trainer.state.configuration import Configuration as Configuration
     from elastic_trainer.training.averages import Swa as Swa
-    from elastic_trainer.training.best import KeepBest as KeepBest
-    from elastic_trainer.training.best import keep_best as keep_best
-    from elastic_trainer.training.buffer_rules import gather as gather
     from elastic_trainer.training.configured import configuration as configuration
-    from elastic_trainer.training.evaluation_plan import Evaluation as Evaluation
     from elastic_trainer.training.groups import decay_groups as decay_groups
-    from elastic_trainer.training.horovod_state import ElasticState as ElasticState
     from elastic_trainer.training.job import Result as Result
     from elastic_trainer.training.losses import LossNotFinite as LossNotFinite
     from elastic_trainer.training.step import Step as Step
@@ -35,21 +35,23 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "ConfigError": "config", "Configuration": "state.configuration",
-    "configuration": "training.configured", "ElasticState": "training.horovod_state",
-    "ImageFolder": "data.images", "LikeLength": "order", "Loader": "data.loader",
-    "LossNotFinite": "training.losses",
-    "Mixture": "data.mixture", "ParquetFiles": "data.parquet", "Result": "training.job",
-    "TarShards": "data.tar", "Weighted": "order",
-    "constant": "learning_rate", "cosine": "learning_rate",
-    "decay_groups": "training.groups", "gather": "training.buffer_rules",
-    "inverse_root": "learning_rate",
-    "linear_decay": "learning_rate", "linear_scaling": "learning_rate",
-    "local_rank": "training.worker", "step_decay": "learning_rate", "Step": "training.step",
-    "Swa": "training.averages", "KeepBest": "training.best", "keep_best": "training.best",
-    "Evaluation": "training.evaluation_plan",
-    "train": "training.train", "Trainer": "training.trainer"
+    "configuration": "training.configured", "ElasticState": "horovod_style.state",
+    "ImageFolder": "data.images", "LikeLength": "schedule.order", "Loader": "data.loader",
+    "LossNotFinite": "training.losses", "Mixture": "data.mixture", "ParquetFiles": "data.parquet",
+    "Result": "training.job", "TarShards": "data.tar", "Weighted": "schedule.order",
+    "constant": "schedule.learning_rate", "cosine": "schedule.learning_rate",
+    "decay_groups": "training.groups", "gather": "reduce.buffer_rules",
+    "inverse_root": "schedule.learning_rate", "linear_decay": "schedule.learning_rate",
+    "linear_scaling": "schedule.learning_rate", "local_rank": "training.worker",
+    "step_decay": "schedule.learning_rate", "Step": "training.step", "Swa": "training.averages",
+    "KeepBest": "evaluate.best", "keep_best": "evaluate.best",
+    "Evaluation": "evaluate.evaluation_plan", "train": "training.train",
+    "Trainer": "training.trainer"
 }
 __all__ = list(_WHERE)
+
+NEEDS_HOROVOD = ("training", "evaluate", "reduce", "horovod_style")
+"""Rooms whose modules import Horovod: without one that fits, the error says so at once."""
 
 
 def __getattr__(name: str) -> object:
@@ -61,7 +63,7 @@ def __getattr__(name: str) -> object:
     from elastic_trainer.host.own import OursFirst
 
     with OursFirst():
-        if _WHERE[name].startswith("training."):
+        if _WHERE[name].split(".")[0] in NEEDS_HOROVOD:
             from elastic_trainer.setup.required import require_horovod
 
             require_horovod()

@@ -1,4 +1,4 @@
-"""`python -m elastic_trainer`, and the command `elastic-trainer`: see launch/command.py."""
+"""`python -m elastic_trainer`, and the command `elastic-trainer`: see commands/command.py."""
 
 from elastic_trainer.host import own
 
@@ -7,7 +7,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code. Without `argv` it is that of this process."""
     if argv is None:
         own.settle()  # before the rest is imported
-    from elastic_trainer.launch.command import main
+    from elastic_trainer.commands.command import main
 
     return main(argv)
 
@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> int:
 def run_process() -> None:
     """Run the command of this process, and end with its exit code."""
     own.settle()
-    from elastic_trainer.launch.command import run_process
+    from elastic_trainer.commands.command import run_process
 
     run_process()
 

@@ -210,7 +210,7 @@ class Launch:
     store: str = ""
     """Where checkpoints go: a folder or s3://bucket/prefix; "": into run_dir."""
     timeline: bool = False
-    """Write the spans of each step (observe/trace.py)."""
+    """Write the spans of each step (events/trace.py)."""
     terminal: str = ""
     """The path of the launcher's terminal, for a debugger; "": it has none, or it is on another
     host."""

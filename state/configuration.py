@@ -1,7 +1,7 @@
 """A run's configuration: the sections and values of a TOML file, frozen, with errors that name the
 key.
 
-run.toml, --set → launcher (launch/configured.py) → environment → here → script, checkpoint's record
+run.toml, --set → launcher (driver/configured.py) → environment → here → script, checkpoint's record
 
 What always holds:
 1. Values are what TOML and JSON both have: texts, finite numbers, booleans, lists, tables.

@@ -15,7 +15,7 @@ What always holds:
    optimizer and leaves a newcomer with other weights than it sent, `restore` aliases (F6, F7, F8;
    horovod/torch/elastic/state.py, 0.28.1).
 
-What it does not do: stand in the place of `TorchState` in a script. training/horovod_state.py does.
+What it does not do: stand in the place of `TorchState` in a script. horovod_style/state.py does.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class ModelBuffers:
         """The values of the step's begin; empty if no step is in flight."""
         self.left: list[dict[str, torch.Tensor]] = []
         """Of the prepared step: what its micro-batches have left, in order, in buffers whose rule
-        needs each value (training/buffer_values.py)."""
+        needs each value (reduce/buffer_values.py)."""
         self.take()
 
     def take(self) -> None:

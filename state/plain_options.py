@@ -1,6 +1,6 @@
 """The options of Trainer and train() that a configuration can hold, read from their declaration.
 
-training/options.py (as text) → here → launch/configured.py, training/configured.py
+training/options.py (as text) → here → driver/configured.py, training/configured.py
 
 What always holds: a new option with a plain type is known here by itself.
 

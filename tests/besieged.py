@@ -105,7 +105,7 @@ def role_of(pid: int) -> str:
     said = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     if said.startswith(("sshd", "/usr/sbin/sshd")):
         return "sshd"
-    if "elastic_trainer.launch.horovodrun" in said:
+    if "elastic_trainer.driver.horovodrun" in said:
         return "driver"
     if "elastic_trainer.discovery" in said:
         return "agent"

@@ -24,11 +24,11 @@ from typing import IO, Any
 from faults import Plan
 from folds import host_seconds
 
+from elastic_trainer.events.log import EVENTS_FILE, read_events
+from elastic_trainer.events.schema import flaw, misfit, parse_object
+from elastic_trainer.events.segments import Reader
 from elastic_trainer.host.processes import is_worker
-from elastic_trainer.observe.events import EVENTS_FILE, read_events
-from elastic_trainer.observe.schema import flaw, misfit, parse_object
-from elastic_trainer.observe.segments import Reader
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.views.verify import verify
 
 TESTS = Path(__file__).resolve().parent
 JOB = [sys.executable, str(TESTS / "jobs" / "mlp.py")]
@@ -213,7 +213,7 @@ class Cluster:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return next(
             int(pid) for pid in children
-            if b"elastic_trainer.launch.horovodrun" in Path(f"/proc/{pid}/cmdline").read_bytes())
+            if b"elastic_trainer.driver.horovodrun" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     def kill_everyone(self) -> None:
         """SIGKILL the supervisor, the driver and all workers, and wait until they are gone."""

@@ -60,9 +60,9 @@ def launchers_variables() -> dict[str, str]:
 def only_declared_events(request: pytest.FixtureRequest,
                          monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a test in whose process an event is emitted that differs from its declaration
-    (observe/event_table.py)."""
-    from elastic_trainer.observe.events import Events
-    from elastic_trainer.observe.schema import misfit
+    (events/event_table.py)."""
+    from elastic_trainer.events.log import Events
+    from elastic_trainer.events.schema import misfit
 
     misfits, emit = list[str](), Events.emit
 
@@ -81,7 +81,7 @@ def only_declared_events(request: pytest.FixtureRequest,
 
 def checking(append_event: Callable[..., None], misfits: list[str]) -> Callable[..., None]:
     """Return a poller's append_event that notes what differs from the declaration of its event."""
-    from elastic_trainer.observe.schema import misfit
+    from elastic_trainer.events.schema import misfit
 
     def checked(file: Path | None, event: str, **facts: Any) -> None:
         if wrong := misfit({"time": 1.0, "event": event, **facts}):

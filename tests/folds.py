@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from elastic_trainer.launch.past import Past
-from elastic_trainer.observe.schema import flaw
+from elastic_trainer.driver.past import Past
+from elastic_trainer.events.schema import flaw
 
 
 def past_of(events: Iterable[dict[str, Any]]) -> Past:

@@ -29,8 +29,8 @@ def moto_server(folder: Path) -> Iterator[str]:
     from ports import free_port
     from s3_servers import Unavailable, process
 
+    from elastic_trainer.commands.local_s3 import installed
     from elastic_trainer.config import ConfigError
-    from elastic_trainer.launch.local_s3 import installed
 
     try:
         python = f"{installed(MOTO)}/python"

@@ -50,7 +50,7 @@ from terraform import HOSTS
 from elastic_trainer.discovery.client import ask, read_key
 from elastic_trainer.discovery.commands import AGENT_PORT
 from elastic_trainer.discovery.hosts import Health
-from elastic_trainer.standby import shim
+from elastic_trainer.driver import standby_shim as shim
 
 COORDINATOR = "coordinator"
 NETWORK = "172.31"

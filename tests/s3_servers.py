@@ -194,8 +194,8 @@ def _be_nice(pid: int, nice: int) -> None:
 def ministack(folder: Path) -> Iterator[str]:
     """Run ministack as `--store s3` does, with the tests' credentials; yields the endpoint. Raises
     Unavailable."""
+    from elastic_trainer.commands.local_s3 import installed, server
     from elastic_trainer.config import ConfigError
-    from elastic_trainer.launch.local_s3 import installed, server
 
     try:
         installed()

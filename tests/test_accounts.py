@@ -13,10 +13,10 @@ from test_report import JOB, RUN, event, generation, step, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.history import history_of
-from elastic_trainer.observe.ledger import Account
-from elastic_trainer.observe.prices import Price, Prices, costs, load
-from elastic_trainer.observe.report import summarize
+from elastic_trainer.events.history import history_of
+from elastic_trainer.events.ledger import Account
+from elastic_trainer.events.summary import summarize
+from elastic_trainer.views.prices import Price, Prices, costs, load
 
 Event = dict[str, Any]
 

@@ -40,9 +40,9 @@ from elastic_trainer.discovery.health import HURRY_S, Agent, workers
 from elastic_trainer.discovery.hosts import Instance, Policy
 from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
 from elastic_trainer.discovery.poll import Poller
+from elastic_trainer.driver import standby_shim as shim
 from elastic_trainer.host.processes import SHORT_NAME
 from elastic_trainer.host.standbys import FOLDER_VARIABLE, standby_folder, waiting_in
-from elastic_trainer.standby import shim
 from elastic_trainer.wire.gate import SPARE
 from elastic_trainer.wire.seal import Kind, seal
 

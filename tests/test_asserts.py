@@ -20,8 +20,8 @@ from test_loop import DATA, built, mse, sgd
 import elastic_trainer
 from elastic_trainer import Trainer
 from elastic_trainer.config import EXIT_UNSAVED, ConfigError
+from elastic_trainer.reduce.counts import LARGEST
 from elastic_trainer.state.names import named_parameters
-from elastic_trainer.training.tally import LARGEST
 
 FOLDER = Path(elastic_trainer.__file__).parent
 SOURCES = sorted(FOLDER.rglob("*.py")) + [*(FOLDER / "state").glob("*.py"),

@@ -26,9 +26,8 @@ from elastic_trainer.config import (
     EXIT_UNSAVED,
     EXIT_USER_ERROR,
 )
-from elastic_trainer.host.processes import is_worker
-from elastic_trainer.launch import remote
-from elastic_trainer.launch.attempts import (
+from elastic_trainer.driver import remote
+from elastic_trainer.driver.supervisor import (
     EXIT_BAD_COMMAND,
     EXIT_INTERRUPTED,
     MAX_ATTEMPTS_WITHOUT_PROGRESS,
@@ -39,10 +38,11 @@ from elastic_trainer.launch.attempts import (
     has_progressed,
     supervise,
 )
-from elastic_trainer.observe.events import Events, read_events
-from elastic_trainer.observe.segments import compress, segments
-from elastic_trainer.observe.spans import Spans
-from elastic_trainer.observe.status import Status, fold
+from elastic_trainer.events.log import Events, read_events
+from elastic_trainer.events.segments import compress, segments
+from elastic_trainer.host.processes import is_worker
+from elastic_trainer.views.spans import Spans
+from elastic_trainer.views.status import Status, fold
 
 EXIT_CODES = st.integers(-64, 255)
 OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in
@@ -413,7 +413,7 @@ KILLS_ITS_DRIVER = "os.kill(os.getppid(), 9)"
 def test_a_supervisor_that_gives_up_logs_it(
         tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last attempt without progress. So `watch` and the export of spans end."""
-    monkeypatch.setattr("elastic_trainer.launch.attempts.MAX_BACK_OFF_S", 0.01)
+    monkeypatch.setattr("elastic_trainer.driver.supervisor.MAX_BACK_OFF_S", 0.01)
     with open(tmp_path / "output", "wb") as output:
         assert supervise(tmp_path / "run", ONE_HOST, script(tmp_path, KILLS_ITS_DRIVER), {},
                          output) == 1
@@ -532,7 +532,7 @@ case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exi
 """)
     (tmp_path / "bin" / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr("elastic_trainer.launch.orphans.ELSEWHERE_S", 0.5)
+    monkeypatch.setattr("elastic_trainer.driver.orphans.ELSEWHERE_S", 0.5)
     diary = Events(tmp_path / "run", attempt=1)
     for host in ("mute", "deaf", "gone", "there"):
         diary.emit("driver.worker_started",

@@ -28,7 +28,7 @@ from test_trainer import Fault, in_a_breaking_world, trainer_of
 from elastic_trainer import gather
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.seeds import seed_everything
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import byte_view
 
 Model = torch.nn.Module

@@ -23,8 +23,8 @@ from simulated import Hub, Member
 from test_state import bytes_of, trained
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events as EventFile
-from elastic_trainer.observe.schema import misfit
+from elastic_trainer.events.log import Events as EventFile
+from elastic_trainer.events.schema import misfit
 from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
 from elastic_trainer.state.checkpoint import PARTS, Part, Plan, parts_of
 from elastic_trainer.state.checkpoints import Checkpoints

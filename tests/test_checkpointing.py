@@ -16,7 +16,7 @@ from simulated import Hub, Member
 from test_checkpoint import Fleet, files
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PARTS, Part, Plan
 from elastic_trainer.state.snapshot import Snapshot

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.__main__ import main
+from elastic_trainer.commands.run import prove_store
+from elastic_trainer.commands.run_options import list_hosts, parse_run, static_hosts
 from elastic_trainer.config import ConfigError
-from elastic_trainer.launch import horovodrun
-from elastic_trainer.launch.addresses import is_local
-from elastic_trainer.launch.discovered import parse_hosts
-from elastic_trainer.launch.run import prove_store
-from elastic_trainer.launch.run_options import list_hosts, parse_run, static_hosts
+from elastic_trainer.driver import horovodrun
+from elastic_trainer.driver.addresses import is_local
+from elastic_trainer.driver.discovered import parse_hosts
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,7 +172,7 @@ def test_the_package_is_named_when_an_example_needs_one_that_is_missing(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
         example: str, install: str) -> None:
     """Before a worker starts."""
-    monkeypatch.setattr("elastic_trainer.launch.run_options.find_spec", lambda name: None)
+    monkeypatch.setattr("elastic_trainer.commands.run_options.find_spec", lambda name: None)
     assert main(["run", "demo", "--example", example, "--runs-dir", str(tmp_path / "runs")]) == 2
     error = capsys.readouterr().err
     assert f"--example {example} needs" in error and install in error
@@ -254,14 +254,14 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options:
         logged.append(parser.parse_known_args(horovodrun_options)[0])
         return 130
 
-    monkeypatch.setattr("elastic_trainer.launch.attempts.supervise", supervise)
+    monkeypatch.setattr("elastic_trainer.driver.supervisor.supervise", supervise)
 
     def local_standbys(run_dir: Path, command: list[str],
                        count: int) -> AbstractContextManager[None]:
         standbys.append(count)
         return nullcontext()
 
-    monkeypatch.setattr("elastic_trainer.standby.local.local_standbys", local_standbys)
+    monkeypatch.setattr("elastic_trainer.driver.standby_local.local_standbys", local_standbys)
     for name in ("ELASTIC_TRAINER_REDUCE", "ELASTIC_TRAINER_STORE"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
     monkeypatch.setenv("ELASTIC_TRAINER_REDUCE", "exact")

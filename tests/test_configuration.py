@@ -21,10 +21,9 @@ from test_loop import DATA, INPUT, TARGET, Ears, built, mse, trained
 
 from elastic_trainer import ConfigError, configuration
 from elastic_trainer.__main__ import main
-from elastic_trainer.launch.configured import for_workers
-from elastic_trainer.launch.run_options import parse_run
-from elastic_trainer.schedule import Schedule
-from elastic_trainer.standby.worker import reads_otherwise
+from elastic_trainer.commands.run_options import parse_run
+from elastic_trainer.driver.configured import for_workers
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.config_changes import changes, require_allowed
 from elastic_trainer.state.configuration import (
     VARIABLE,
@@ -36,6 +35,7 @@ from elastic_trainer.state.configuration import (
 from elastic_trainer.state.plain_options import declared, require_options
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.world.standby import reads_otherwise
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 TRAINING: dict[str, Any] = {"global_batch": 8, "shards": 4, "seed": 3}

@@ -16,14 +16,14 @@ from cluster import JOB, Cluster
 from faults import Plan
 
 from elastic_trainer.config import Launch, Limits
-from elastic_trainer.observe.courier import (
+from elastic_trainer.events.log import Events, read_events
+from elastic_trainer.events.log_shipper import (
     WORKERS_EVENTS,
     Courier,
     Desk,
     new_run_id,
     shares_runs,
 )
-from elastic_trainer.observe.events import Events, read_events
 from elastic_trainer.wire.messages import MessageRefused, MessageServer
 from elastic_trainer.wire.seal import worker_key
 

@@ -22,7 +22,7 @@ from elastic_trainer import ImageFolder, Loader, Mixture, ParquetFiles, TarShard
 from elastic_trainer.data.batches import fetch
 from elastic_trainer.data.decoders import image_tensor
 from elastic_trainer.data.loader import Reader, ShardRecipe
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 
 image = pytest.importorskip("PIL.Image")
 GRAY = numpy.array([[0, 256, 40_000, 65_535]], "u2")

@@ -16,14 +16,14 @@ from rich.console import Console
 from test_verify import eventful
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.launch.actions import End
-from elastic_trainer.launch.driver import MendedDriver
-from elastic_trainer.observe.events import Events
-from elastic_trainer.observe.fleet_table import print_hosts
-from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.status import Status, fold
-from elastic_trainer.observe.summary_table import print_summary
-from elastic_trainer.observe.watch import Watch, panel, plain_line
+from elastic_trainer.driver.actions import End
+from elastic_trainer.driver.driver import MendedDriver
+from elastic_trainer.events.log import Events
+from elastic_trainer.events.summary import summarize
+from elastic_trainer.views.fleet_table import print_hosts
+from elastic_trainer.views.status import Status, fold
+from elastic_trainer.views.summary_table import print_summary
+from elastic_trainer.views.watch import Watch, panel, plain_line
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
 HOSTILE = ("\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m[bold]x[/bold][/gone]"
@@ -156,7 +156,7 @@ def test_the_drivers_last_message_is_shown_as_text(capsys: pytest.CaptureFixture
 def test_the_log_that_a_demo_shows_at_its_end_is_shown_as_text(tmp_path: Path) -> None:
     """Another process of the user may have written into output.log."""
     code = ("import sys; from elastic_trainer.wire.plain import plain_output; "
-            "from elastic_trainer.launch.run import last_printed; "
+            "from elastic_trainer.commands.run import last_printed; "
             "from pathlib import Path; print(*map(plain_output, last_printed(Path(sys.argv[1]))))")
     log = tmp_path / "output.log"
     log.write_bytes(b"[a]<stdout>: x\x1b[2J\x1b]0;title\x07y\n")

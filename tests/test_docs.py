@@ -41,7 +41,7 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 import elastic_trainer
 from elastic_trainer import config
-from elastic_trainer.launch import attempts
+from elastic_trainer.driver import supervisor as attempts
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md",

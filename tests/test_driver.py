@@ -24,16 +24,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from elastic_trainer.config import EXIT_NO_HOSTS, ConfigError
+from elastic_trainer.driver import remote
+from elastic_trainer.driver.actions import End, Start
+from elastic_trainer.driver.addresses import HostsUnreachable, Locations, is_local, way_to
+from elastic_trainer.driver.discovered import Discovery, DiscoveryUnavailable, parse_hosts
+from elastic_trainer.driver.driver import STOP_MOST_S, STOP_S, MendedDriver, stop_deadline
+from elastic_trainer.driver.horovodrun import check_version
+from elastic_trainer.driver.process import WorkerProcess
+from elastic_trainer.driver.roster import Phase, Worker
+from elastic_trainer.events.log import Events
 from elastic_trainer.host.lines import MAX_LINE_BYTES
-from elastic_trainer.launch import remote
-from elastic_trainer.launch.actions import End, Start
-from elastic_trainer.launch.addresses import HostsUnreachable, Locations, is_local, way_to
-from elastic_trainer.launch.discovered import Discovery, DiscoveryUnavailable, parse_hosts
-from elastic_trainer.launch.driver import STOP_MOST_S, STOP_S, MendedDriver, stop_deadline
-from elastic_trainer.launch.horovodrun import check_version
-from elastic_trainer.launch.process import WorkerProcess
-from elastic_trainer.launch.roster import Phase, Worker
-from elastic_trainer.observe.events import Events
 from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, MessageServer
 from elastic_trainer.wire.seal import worker_key
 from elastic_trainer.world.reach import own_address_towards
@@ -413,7 +413,7 @@ def test_the_far_exit_is_the_workers_when_it_ends_elsewhere(
         workers: Workers, ssh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code or its signal, and no line of the protocol is printed."""
     # Nobody holds the output here.
-    monkeypatch.setattr("elastic_trainer.launch.process.FAR_OUTPUT_S", DEADLINE_S)
+    monkeypatch.setattr("elastic_trainer.driver.process.FAR_OUTPUT_S", DEADLINE_S)
     for text, code in (("printf said; exit 75", 75), ("kill -9 $$", -9), ("exit 255", 255)):
         assert workers.start(["sh", "-c", text], PLAIN, FAR).wait() == code
     assert workers.output.getvalue() == f"[{FAR}]<stdout>: said\n"
@@ -450,7 +450,7 @@ def test_the_far_worker_is_terminated_when_it_is_asked_to_stop(workers: Workers,
 def test_the_far_worker_is_killed_when_it_is_stopped_at_once(
         workers: Workers, ssh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is frozen, and its children."""
-    monkeypatch.setattr("elastic_trainer.launch.process.FAR_KILL_S", DEADLINE_S)
+    monkeypatch.setattr("elastic_trainer.driver.process.FAR_KILL_S", DEADLINE_S)
     worker = workers.start(["sh", "-c", f"sleep 1000 & echo $! > {tmp_path}/child; kill -STOP $$"],
                            PLAIN, FAR)
     child = int(written(tmp_path / "child"))
@@ -515,8 +515,8 @@ def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(
         monkeypatch: pytest.MonkeyPatch, had_hosts: bool) -> None:
     """It works, and is away. One that has never answered is a mistake in the command. An outage is
     logged twice: its start and its end."""
-    monkeypatch.setattr("elastic_trainer.launch.discovered.FIRST_DISCOVERY_S", -1.0)
-    monkeypatch.setattr("elastic_trainer.launch.discovered.DISCOVERY_EVERY_S", 0.001)
+    monkeypatch.setattr("elastic_trainer.driver.discovered.FIRST_DISCOVERY_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.driver.discovered.DISCOVERY_EVERY_S", 0.001)
     events, heard = Events(None), list[tuple[str, Any]]()
     events.listeners.append(lambda event, facts: heard.append((event, facts.get("error"))))
     discovery = Discovery(SimpleNamespace(elastic_timeout=None, discovery=Failing(20)), events,
@@ -550,7 +550,7 @@ def test_hosts_get_an_address_on_their_route_when_the_first_list_was_empty(
     ]
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
     driver = subprocess.Popen([
-        sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", "1",
+        sys.executable, "-m", "elastic_trainer.driver.horovodrun", "-np", "1",
         "--host-discovery-script", f"sh -c 'cat {hosts}; echo >> {asked}'", *there
     ],
                               env=os.environ | {"PYTHONPATH": path})
@@ -614,7 +614,7 @@ def test_this_machine_is_found_here_when_its_name_was_not_found_before(
     not be there."""
     known: dict[str, str] = {}
     monkeypatch.setattr(network, "resolve_host_address", known.get)
-    monkeypatch.setattr("elastic_trainer.launch.addresses.LOOKUP_AGAIN_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.driver.addresses.LOOKUP_AGAIN_S", -1.0)
     locations = Locations()
     locations.look_up(["mine"])
     assert locations.is_here == {"mine": False}
@@ -650,9 +650,9 @@ class Saving:
 @pytest.fixture
 def saving(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[MendedDriver, Saving]]:
     """A driver that was asked to stop, with one worker."""
-    monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 1.5)
-    monkeypatch.setattr("elastic_trainer.launch.driver.STOP_AGAIN_S", -1.0)
-    monkeypatch.setattr("elastic_trainer.launch.driver.LAST_OUTPUT_S", 0.0)
+    monkeypatch.setattr("elastic_trainer.driver.driver.STOP_S", 1.5)
+    monkeypatch.setattr("elastic_trainer.driver.driver.STOP_AGAIN_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.driver.driver.LAST_OUTPUT_S", 0.0)
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     driver = MendedDriver(numbers, {}, [], Events(None))
     driver.membership.hosts_listed({"a": 1})
@@ -679,9 +679,9 @@ class Clock:
 def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(
         saving: tuple[MendedDriver, Saving], monkeypatch: pytest.MonkeyPatch, saves: bool) -> None:
     """Each of its heartbeats reports it. A worker that only lives has 30 s."""
-    monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 30.0)
-    monkeypatch.setattr("elastic_trainer.launch.driver.time", clock := Clock())
-    monkeypatch.setattr("elastic_trainer.launch.desk.time",
+    monkeypatch.setattr("elastic_trainer.driver.driver.STOP_S", 30.0)
+    monkeypatch.setattr("elastic_trainer.driver.driver.time", clock := Clock())
+    monkeypatch.setattr("elastic_trainer.driver.message_handler.time",
                         SimpleNamespace(monotonic=lambda: clock.now, time=time.time))
     driver, process = saving
     stopping = threading.Thread(target=driver.stop_all)
@@ -713,7 +713,7 @@ def test_workers_are_stopped_at_once_when_the_driver_is_asked_to_stop_again(
         saving: tuple[MendedDriver, Saving], monkeypatch: pytest.MonkeyPatch) -> None:
     """A person who presses Ctrl-C twice does not want to wait for the checkpoint."""
     driver, process = saving
-    monkeypatch.setattr("elastic_trainer.launch.driver.STOP_S", 10 * DEADLINE_S)
+    monkeypatch.setattr("elastic_trainer.driver.driver.STOP_S", 10 * DEADLINE_S)
     driver.interrupted_at = time.monotonic()
     stopping = threading.Thread(target=driver.stop_all)
     stopping.start()
@@ -752,7 +752,7 @@ def test_no_worker_is_started_when_another_horovod_is_installed(another_horovod:
         [str(another_horovod),
          str(Path(__file__).resolve().parent.parent), *sys.path])
     done = subprocess.run([
-        sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np", "1",
+        sys.executable, "-m", "elastic_trainer.driver.horovodrun", "-np", "1",
         "--host-discovery-script", "echo localhost:1", "touch",
         str(another_horovod / "started")
     ],

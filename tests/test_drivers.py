@@ -11,7 +11,7 @@ import pytest
 
 import elastic_trainer
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.drivers import driver_of
 from elastic_trainer.world.our_driver import OurDriver

@@ -18,12 +18,12 @@ from test_report import write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe import ec2_prices
-from elastic_trainer.observe.ec2_prices import Aws, Ec2Prices
-from elastic_trainer.observe.host_rows import cells, columns, host_rows
-from elastic_trainer.observe.prices import costs
-from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.status import Status, fold
+from elastic_trainer.events.summary import summarize
+from elastic_trainer.views import ec2_prices
+from elastic_trainer.views.ec2_prices import Aws, Ec2Prices
+from elastic_trainer.views.host_rows import cells, columns, host_rows
+from elastic_trainer.views.prices import costs
+from elastic_trainer.views.status import Status, fold
 
 KIND, ZONE, OTHER = "p3.2xlarge", "eu-central-1a", "eu-central-1b"
 AT = datetime(2026, 11, 1, tzinfo=timezone.utc).timestamp()

@@ -17,8 +17,8 @@ from test_loop import built, mse
 from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
 
 from elastic_trainer.config import EXIT_USER_ERROR
-from elastic_trainer.training.evaluation import require_alike, shared_out
-from elastic_trainer.training.sums import Kept, added, means_of, sums_of
+from elastic_trainer.evaluate.evaluation import require_alike, shared_out
+from elastic_trainer.evaluate.sums import Kept, added, means_of, sums_of
 from elastic_trainer.world.collectives import PeersLost
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.observe.events import Events, read_events
+from elastic_trainer.events.log import Events, read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITER = """
 import resource, signal, sys
 from pathlib import Path
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 events = Events(Path(sys.argv[1]), run="run")
 events.emit("before")

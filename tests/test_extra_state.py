@@ -16,7 +16,7 @@ from test_loop import INPUT, NUMBERS, SIZE, TARGET, Odd, built, in_a_world, job,
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
 

@@ -25,14 +25,14 @@ from test_terminal import log
 from test_verify import Story
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.observe import far, mirror
-from elastic_trainer.observe.live import Live
-from elastic_trainer.observe.now import MOST_BYTES, NOW_FILE, NowReader
-from elastic_trainer.observe.overview import Overview
-from elastic_trainer.observe.segments import Reader, compress, seal, segments
-from elastic_trainer.observe.watch import FAR_KILL, FullWatch, view
+from elastic_trainer.events.now import MOST_BYTES, NOW_FILE, NowReader
+from elastic_trainer.events.segments import Reader, compress, seal, segments
 from elastic_trainer.state import s3
 from elastic_trainer.state.s3 import S3Store
+from elastic_trainer.views import far, mirror
+from elastic_trainer.views.live import Live
+from elastic_trainer.views.overview import Overview
+from elastic_trainer.views.watch import FAR_KILL, FullWatch, view
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 60.0
@@ -343,7 +343,7 @@ def test_a_far_run_has_its_workers_as_they_were_and_the_age_of_the_copy_once(
         served.append(bind)
 
     served: list[str] = []
-    monkeypatch.setattr("elastic_trainer.observe.web.serve", serve)
+    monkeypatch.setattr("elastic_trainer.views.web.serve", serve)
     assert main(["watch", bucket.url, "--web"]) == 0 and served
 
 

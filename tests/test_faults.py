@@ -19,7 +19,7 @@ from cluster import PATIENT, Cluster, is_running
 from faults import RELEASED, Plan
 
 from elastic_trainer.config import EXIT_USER_ERROR
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.world.session import init_can_fail
 
 Twin = Callable[..., str]

@@ -31,7 +31,7 @@ from terraform import DEPLOY, no_secret_in, user_data
 
 import elastic_trainer.discovery.__main__
 from elastic_trainer.discovery.group import LOST_S
-from elastic_trainer.observe.events import EVENTS_FILE
+from elastic_trainer.events.log import EVENTS_FILE
 
 Twin = Callable[..., str]
 ROOT = DEPLOY.parent

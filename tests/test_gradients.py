@@ -27,11 +27,11 @@ from test_loop import (
 )
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.events.log import Events
+from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.job import Result
-from elastic_trainer.training.sending import Sending
 from elastic_trainer.world.alone import Alone
 
 Model = torch.nn.Module
@@ -236,7 +236,7 @@ def test_a_hook_that_changes_a_gradient_on_its_way_is_an_error(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `ring` a hook that the warm-up has not seen comes after the network has begun."""
     # The last gradients wait for the pass to end.
-    monkeypatch.setattr("elastic_trainer.training.ring.BUCKET_BYTES", 64)
+    monkeypatch.setattr("elastic_trainer.reduce.ring.BUCKET_BYTES", 64)
 
     def make() -> dict[str, Any]:
         is_late = [False]

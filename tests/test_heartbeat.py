@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.observe.schema import flaw_of_message
+from elastic_trainer.events.schema import flaw_of_message
 from elastic_trainer.wire.heartbeat import At, Heartbeat, MachineFault, News, Seat
 
 WHOLE = st.integers(0, 2**40)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from netlab import wait_for
 
-from elastic_trainer.launch.rendezvous import Rendezvous
+from elastic_trainer.driver.rendezvous import Rendezvous
 from elastic_trainer.world.collectives import poll_s
 from elastic_trainer.world.session import IDLE_CYCLE_MS, cycle_ms, gloo_timeout_s, wakes_on_arrival
 

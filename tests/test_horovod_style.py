@@ -19,14 +19,14 @@ from simulated import Hub, Member
 from torch import nn
 
 from elastic_trainer import ConfigError, ElasticState
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
+from elastic_trainer.horovod_style.commit import CommitState, Named, pad, reset_optimizer
+from elastic_trainer.horovod_style.votes import check_alike
+from elastic_trainer.horovod_style.watch import mistake_of
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.layout import unpack
 from elastic_trainer.state.stores import open_store
-from elastic_trainer.training.horovod_commit import CommitState, Named, pad, reset_optimizer
-from elastic_trainer.training.horovod_votes import check_alike
-from elastic_trainer.training.horovod_watch import mistake_of
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.transfer import Transfer
 

@@ -21,7 +21,7 @@ from cluster import TESTS, Cluster
 from faults import Plan
 
 from elastic_trainer.config import EXIT_USER_ERROR
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.views.verify import verify
 
 SCRIPT = [sys.executable, str(TESTS / "jobs" / "horovod_style.py")]
 SAMPLES = 403

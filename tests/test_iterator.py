@@ -26,7 +26,7 @@ from test_trainer import (
 )
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.store import StoreUnavailable
 from elastic_trainer.training.apply import weights_sha256
@@ -158,7 +158,7 @@ def test_the_clock_of_the_intervals_counts_all_of_a_step(monkeypatch: pytest.Mon
     was made: 20 s after the start in step 0, and each step takes 40 s."""
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
-    monkeypatch.setattr("elastic_trainer.training.behind.time", clock)
+    monkeypatch.setattr("elastic_trainer.training.after_step.time", clock)
 
     class Slow(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

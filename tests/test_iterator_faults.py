@@ -18,7 +18,7 @@ from faults import Plan
 from test_faults import FEW, SLOW, host
 
 from elastic_trainer.config import EXIT_INTERRUPTED, Limits
-from elastic_trainer.observe.events import read_events
+from elastic_trainer.events.log import read_events
 
 Twin = Callable[..., str]
 LOOP = (*FEW, "--iterator")

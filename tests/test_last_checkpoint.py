@@ -17,18 +17,18 @@ from test_loop import DATA, Ears, built, job, mse, sgd, trained
 
 from elastic_trainer import Trainer, configuration
 from elastic_trainer.config import EXIT_UNSAVED, ConfigError, Launch
-from elastic_trainer.launch.actions import End
-from elastic_trainer.launch.attempts import Next, decide_next
-from elastic_trainer.launch.driver import exit_code_of
-from elastic_trainer.observe.events import Events
-from elastic_trainer.observe.lifetime import ends_run
+from elastic_trainer.driver.actions import End
+from elastic_trainer.driver.driver import exit_code_of
+from elastic_trainer.driver.supervisor import Next, decide_next
+from elastic_trainer.events.lifetime import ends_run
+from elastic_trainer.events.log import Events
+from elastic_trainer.reduce.sending import Sending
 from elastic_trainer.state.configuration import VARIABLE
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
 from elastic_trainer.training.checkpointing import LAST_TRIES
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.options import Options
-from elastic_trainer.training.sending import Sending
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.place import Unsaved
 

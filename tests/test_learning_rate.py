@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from test_loop import NUMBERS, Ears, assert_close, built, in_a_world, job, sgd, trained
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.learning_rate import (
+from elastic_trainer.schedule.learning_rate import (
     constant,
     cosine,
     inverse_root,

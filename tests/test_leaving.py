@@ -15,10 +15,10 @@ from test_loop import Ears, built, mse, trained
 from test_trainer import loop, trainer_of
 
 from elastic_trainer.config import EXIT_LEFT, ConfigError
-from elastic_trainer.observe.events import read_events
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.events.log import read_events
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.worker import require_main_thread
+from elastic_trainer.views.verify import verify
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.place import Dismissed
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from cluster import TESTS, Cluster
 
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.views.verify import verify
 
 pytest.importorskip("lightning")
 pytestmark = pytest.mark.usefixtures("no_launcher")

@@ -19,7 +19,7 @@ from elastic_trainer import ConfigError, Loader
 from elastic_trainer.data.loader import Reader, ShardRecipe, keys_after
 from elastic_trainer.data.loader_pool import LoaderKilled
 from elastic_trainer.data.transport import packed, unpacked
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 
 SCHEDULE = Schedule(dataset_size=50, global_batch=16, shards=4, epochs=2, seed=1)
 CPU = torch.device("cpu")

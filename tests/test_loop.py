@@ -30,12 +30,11 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
 from elastic_trainer.data.seeds import seed_everything
-from elastic_trainer.learning_rate import cosine
-from elastic_trainer.observe.events import Events, read_events
-from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.verify import verify
-from elastic_trainer.schedule import Schedule
-from elastic_trainer.standby import worker as standby
+from elastic_trainer.events.log import Events, read_events
+from elastic_trainer.events.summary import summarize
+from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.schedule.learning_rate import cosine
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.layout import LayoutError
@@ -45,18 +44,19 @@ from elastic_trainer.training.failures import PeerFailed, UserExited
 from elastic_trainer.training.job import Job, Result, describe, fewest_samples
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.losses import LossNotFinite
-from elastic_trainer.training.sending import Sending
 from elastic_trainer.training.train import Loss, drive, train
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.worker import local_rank
+from elastic_trainer.views.verify import verify
+from elastic_trainer.world import standby as standby
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.arithmetic import Arithmetic, computes_otherwise
 from elastic_trainer.world.collectives import PeersLost, World
 from elastic_trainer.world.generations import UPLOAD_FIRST_S, Generations, Hooks
 from elastic_trainer.world.place import RunOver
 from elastic_trainer.world.replicas import ReplicaDiffers, ReplicasDisagree
-from elastic_trainer.world.standings import Standing
 from elastic_trainer.world.transfer import Transfer
+from elastic_trainer.world.worker_status import Standing
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer

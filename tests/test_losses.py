@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import LossNotFinite
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.views.verify import verify
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 # In shard 2 of step 1, and once more in the second epoch.

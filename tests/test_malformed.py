@@ -21,12 +21,13 @@ from test_verify import eventful
 
 from elastic_trainer.config import Launch, Limits
 from elastic_trainer.discovery import client
-from elastic_trainer.launch.driver import MendedDriver
-from elastic_trainer.launch.membership import Membership
-from elastic_trainer.launch.past import COUNTED_BY, Follower
-from elastic_trainer.launch.reached import LOG_EVERY_S, Reached, of_most
-from elastic_trainer.launch.roster import Phase, Worker
-from elastic_trainer.observe.courier import (
+from elastic_trainer.driver.driver import MendedDriver
+from elastic_trainer.driver.membership import Membership
+from elastic_trainer.driver.past import COUNTED_BY, Follower
+from elastic_trainer.driver.reached import LOG_EVERY_S, Reached, of_most
+from elastic_trainer.driver.roster import Phase, Worker
+from elastic_trainer.events.log import Events, newest_attempt, read_events
+from elastic_trainer.events.log_shipper import (
     BURST_S,
     BYTES_PER_S,
     LINES_PER_S,
@@ -35,17 +36,16 @@ from elastic_trainer.observe.courier import (
     LineRefused,
     TooEarly,
 )
-from elastic_trainer.observe.events import Events, newest_attempt, read_events
-from elastic_trainer.observe.picture import draw
-from elastic_trainer.observe.report import summarize, summarize_log, write_result
-from elastic_trainer.observe.schema import MAX_LINE_BYTES, MAX_NAME, flaw, flaw_of_message, parse
-from elastic_trainer.observe.segments import LONGEST_LINE_BYTES, Reader
-from elastic_trainer.observe.status import Status, fold
-from elastic_trainer.observe.summary_table import print_summary
-from elastic_trainer.observe.timeline import Timeline
-from elastic_trainer.observe.verify import verify
-from elastic_trainer.observe.watch import panel, plain_line
-from elastic_trainer.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
+from elastic_trainer.events.schema import MAX_LINE_BYTES, MAX_NAME, flaw, flaw_of_message, parse
+from elastic_trainer.events.segments import LONGEST_LINE_BYTES, Reader
+from elastic_trainer.events.summary import summarize, summarize_log, write_result
+from elastic_trainer.schedule.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
+from elastic_trainer.views.picture import draw
+from elastic_trainer.views.status import Status, fold
+from elastic_trainer.views.summary_table import print_summary
+from elastic_trainer.views.timeline import Timeline
+from elastic_trainer.views.verify import verify
+from elastic_trainer.views.watch import panel, plain_line
 from elastic_trainer.wire.messages import MAX_BODY_BYTES, MessageRefused, MessageServer
 from elastic_trainer.wire.seal import SIGNATURE, Kind, seal, worker_key
 

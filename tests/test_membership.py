@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from elastic_trainer.config import Limits
-from elastic_trainer.launch.actions import Action, Differ, End, Form, OtherProgram, Stop
-from elastic_trainer.launch.membership import FAILED_RESTARTS, Membership
-from elastic_trainer.launch.roster import Phase, Worker
+from elastic_trainer.driver.actions import Action, Differ, End, Form, OtherProgram, Stop
+from elastic_trainer.driver.membership import FAILED_RESTARTS, Membership
+from elastic_trainer.driver.roster import Phase, Worker
 from elastic_trainer.wire.heartbeat import Heartbeat, MachineFault, News
 from elastic_trainer.wire.proof import Leaf, Proof
 from elastic_trainer.world.arithmetic import Arithmetic

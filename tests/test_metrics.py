@@ -12,7 +12,7 @@ from test_loop import Ears, built, mse
 from test_trainer import Model, in_a_breaking_world, trainer_of
 
 from elastic_trainer import ConfigError, Evaluation
-from elastic_trainer.training.metric_states import require_sums
+from elastic_trainer.evaluate.metric_states import require_sums
 
 torchmetrics = pytest.importorskip("torchmetrics")
 pytestmark = pytest.mark.usefixtures("no_launcher")

@@ -21,12 +21,12 @@ from test_report import JOB, event, generation, step, write
 from test_web import ask, impatient, served
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.live import Live
-from elastic_trainer.observe.metrics import METRICS, PREFIX
-from elastic_trainer.observe.now import NOW_FILE
-from elastic_trainer.observe.overview import Overview, open_runs
-from elastic_trainer.observe.prices import Price, Prices, costs
-from elastic_trainer.observe.report import summarize
+from elastic_trainer.events.now import NOW_FILE
+from elastic_trainer.events.summary import summarize
+from elastic_trainer.views.live import Live
+from elastic_trainer.views.metrics import METRICS, PREFIX
+from elastic_trainer.views.overview import Overview, open_runs
+from elastic_trainer.views.prices import Price, Prices, costs
 
 ROOT = Path(__file__).resolve().parent.parent
 OBSERVE = ROOT / "deploy" / "observe"

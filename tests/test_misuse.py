@@ -17,10 +17,10 @@ from test_trainer import loop, trainer_of
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.microbatch_sizes import remedy_for
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state import rates
 from elastic_trainer.training import loop as loops
-from elastic_trainer.training.shard_sizes import remedy_for
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 Model = torch.nn.Module
@@ -283,7 +283,7 @@ def test_no_message_has_the_words_of_train_alone() -> None:
     folders = [Path(loops.__file__).parent, Path(rates.__file__).parent]
     found = []
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
-        if path.stem in ("words", "train"):
+        if path.stem in ("option_names", "train"):
             continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         raised = [node for call in ast.walk(tree) if isinstance(call, ast.Raise | ast.Return)

@@ -12,13 +12,13 @@ from typing import Any, cast
 import pytest
 
 from elastic_trainer.__main__ import main
+from elastic_trainer.commands.run_options import list_hosts
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.poll import Poller
-from elastic_trainer.launch import past
-from elastic_trainer.launch.run_options import list_hosts
-from elastic_trainer.observe import report
-from elastic_trainer.observe.events import Events
-from elastic_trainer.observe.segments import compress
+from elastic_trainer.driver import past
+from elastic_trainer.events import summary as report
+from elastic_trainer.events.log import Events
+from elastic_trainer.events.segments import compress
 from elastic_trainer.state.commit_log import CommitLog
 from elastic_trainer.state.store import FolderStore
 

@@ -11,7 +11,7 @@ import torch
 from test_loop import INPUT, SIZE, built, mse
 from test_trainer import Fault, in_a_breaking_world, trainer_of
 
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.modes import Modes
 from elastic_trainer.training.modes_differ import sentence
 

@@ -18,10 +18,17 @@ from test_loop import DATA, SIZE, Ears, adamw, built, trained
 from test_trainer import in_a_breaking_world, loop, trainer_of
 
 from elastic_trainer import ConfigError, LikeLength, Loader, Mixture, Weighted
-from elastic_trainer.observe.verify import verify
-from elastic_trainer.order import LEAST_BLOCK, SEQUENTIAL, SHUFFLED, Mixed, block_shares, known_by
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.order import (
+    LEAST_BLOCK,
+    SEQUENTIAL,
+    SHUFFLED,
+    Mixed,
+    block_shares,
+    known_by,
+)
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.views.verify import verify
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 LENGTHS = [7 * i % 100 for i in range(103)]

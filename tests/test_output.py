@@ -51,7 +51,7 @@ def test_a_process_goes_on_when_its_output_s_disk_is_full() -> None:
 
 MANY_WORKERS = """
 import os, sys, threading
-from elastic_trainer.launch.process import WorkerProcess
+from elastic_trainer.driver.process import WorkerProcess
 from elastic_trainer.host.output import outlive_readers
 outlive_readers()
 def forward(host):

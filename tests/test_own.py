@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.host import own
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.views.verify import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMES = """
@@ -80,7 +80,7 @@ def test_our_processes_import_nothing_of_the_users_folders(tmp_path: Path, path:
                     [*launcher, "plan", "--help"], [*launcher, "verify", "runs/none"],
                     [*launcher, "report", "runs/none"],
                     own.command("elastic_trainer.doctor", "x", "{}"),
-                    own.command("elastic_trainer.launch.horovodrun", "--version")):
+                    own.command("elastic_trainer.driver.horovodrun", "--version")):
         done = ran(*command, cwd=place, **env)
         assert "is imported" not in done.stderr and done.returncode in (0, 1, 2), done.stderr
     if not path:  # Python itself imports from there before the first line of a program

@@ -14,10 +14,10 @@ from test_report import event, step, write
 from test_svg import RECORDED, events_of
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.observe.event_kind import PAUSE_PARTS
-from elastic_trainer.observe.page import page, read
-from elastic_trainer.observe.report import summarize_log
-from elastic_trainer.observe.story import LONGEST_RECOVERIES, NEWEST_EVENTS
+from elastic_trainer.events.event_kind import PAUSE_PARTS
+from elastic_trainer.events.summary import summarize_log
+from elastic_trainer.views.page import page, read
+from elastic_trainer.views.story import LONGEST_RECOVERIES, NEWEST_EVENTS
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "</td><script>alert(1)</script>\x1b[31m"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.observe.report import summarize
+from elastic_trainer.events.summary import summarize
 from elastic_trainer.world.pauses import Pauses, Survivor, parts_of
 
 SECONDS = st.floats(0.0, 1000.0)

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import RUN, event, generation, step
 
-from elastic_trainer.observe import tracks
-from elastic_trainer.observe.event_kind import PAUSE_PARTS
-from elastic_trainer.observe.perfetto import SLACK_NS, Slice, laned
-from elastic_trainer.observe.report import read_log
-from elastic_trainer.observe.trace import Trace
-from elastic_trainer.observe.tracks import Tracks, steps_of, write_trace
+from elastic_trainer.events.event_kind import PAUSE_PARTS
+from elastic_trainer.events.summary import read_log
+from elastic_trainer.events.trace import Trace
+from elastic_trainer.views import tracks
+from elastic_trainer.views.perfetto import SLACK_NS, Slice, laned
+from elastic_trainer.views.tracks import Tracks, steps_of, write_trace
 
 pb = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 Event = dict[str, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_trainer.observe import picture
-from elastic_trainer.observe.timeline import Timeline
+from elastic_trainer.views import picture
+from elastic_trainer.views.timeline import Timeline
 
 
 def draw(events: list[dict[str, Any]], columns: int = 72) -> list[str]:

@@ -21,9 +21,9 @@ import pytest
 from cluster import JOB, TESTS
 from faults import Plan
 
+from elastic_trainer.events.log import read_events
 from elastic_trainer.host.standbys import FOLDER_VARIABLE
-from elastic_trainer.observe.events import read_events
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.views.verify import verify
 
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Four names of this machine that Horovod takes for four hosts, without ssh."""
@@ -112,7 +112,7 @@ def test_has_the_same_bits_when_a_worker_is_killed_under_plain_horovodrun(
         horovodrun = start(str(Path(sys.executable).parent / "horovodrun"), "-np", "4", "--min-np",
                            "2", "--network-interfaces", "lo", "--host-discovery-script",
                            f"{TESTS / 'print_hosts.sh'} {hosts}", sys.executable, "-m",
-                           "elastic_trainer.standby.shim", *job)
+                           "elastic_trainer.driver.standby_shim", *job)
         wait_for("worker.step_committed")
         start(sys.executable, "-m", "elastic_trainer", "standby", "--run-dir", str(run), "--", *job)
         wait_for("worker.generation_started", size=3)

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import RUN, event, step
 
+from elastic_trainer.commands.command import main
 from elastic_trainer.config import ConfigError, Launch, Limits
-from elastic_trainer.launch.command import main
-from elastic_trainer.observe.events import Events
-from elastic_trainer.observe.report import summarize
+from elastic_trainer.events.log import Events
+from elastic_trainer.events.summary import summarize
 from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question, bounds, shards_for
 from elastic_trainer.rehearse.costs import (
     Costs,

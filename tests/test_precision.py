@@ -23,8 +23,8 @@ from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
 
 from elastic_trainer import ConfigError
 from elastic_trainer.data.seeds import seed_everything
+from elastic_trainer.reduce.exact import tree_sum
 from elastic_trainer.state.layout import byte_view
-from elastic_trainer.training.exact import tree_sum
 from elastic_trainer.training.precision import precision_of
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

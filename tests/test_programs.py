@@ -17,10 +17,10 @@ from cluster import Cluster
 from simulated import Hub, Member
 
 from elastic_trainer import Loader, Mixture, Trainer
+from elastic_trainer.commands.run import hash_seed
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError
-from elastic_trainer.launch.run import hash_seed
-from elastic_trainer.observe.verify import verify
 from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.views.verify import verify
 from elastic_trainer.wire.proof import Leaf, Proof
 from elastic_trainer.world.same_program import require_same_program
 

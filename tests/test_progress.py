@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from elastic_trainer.observe import progress
-from elastic_trainer.observe.progress import Progress
+from elastic_trainer.training import progress
+from elastic_trainer.training.progress import Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """

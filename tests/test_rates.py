@@ -29,7 +29,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, pack
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.rates import RateChanged

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.launch.command import main
-from elastic_trainer.observe.events import EVENTS_FILE, Events, read_events
+from elastic_trainer.commands.command import main
+from elastic_trainer.events.log import EVENTS_FILE, Events, read_events
 from elastic_trainer.state.config_changes import changes
 from elastic_trainer.wire.redact import (
     redacted,

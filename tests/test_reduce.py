@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Hub, Member
 
-from elastic_trainer.schedule import aligned_subtrees, owned_shards
-from elastic_trainer.training.exact import ExactReducer, tree_sum
-from elastic_trainer.training.flat import Flat
-from elastic_trainer.training.ring import RingReducer
+from elastic_trainer.reduce.exact import ExactReducer, tree_sum
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.ring import RingReducer
+from elastic_trainer.schedule.schedule import aligned_subtrees, owned_shards
 
 
 def in_worlds(size: int, act: Any) -> list[Any]:

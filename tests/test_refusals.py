@@ -37,8 +37,8 @@ from elastic_trainer.discovery.refusals import (
     refusal_of,
     report,
 )
-from elastic_trainer.observe.status import Status, fold
-from elastic_trainer.observe.watch import panel, plain_line
+from elastic_trainer.views.status import Status, fold
+from elastic_trainer.views.watch import panel, plain_line
 
 NOW = 1_800_000_000.0
 STANDARD = {"c6i.2xlarge": 8, "m6i.2xlarge": 8}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from netlab import wait_for
 
-from elastic_trainer.launch.rendezvous import MAX_NON_MEMBERS, MESHES, NAMES_EACH, Rendezvous
+from elastic_trainer.driver.rendezvous import MAX_NON_MEMBERS, MESHES, NAMES_EACH, Rendezvous
 
 DEADLINE_S = 60.0
 

@@ -21,12 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verify import Story
 
+from elastic_trainer.commands.command import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.launch.command import main
-from elastic_trainer.observe.events import read_events
-from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.status import LiveWorker
-from elastic_trainer.observe.verify import judge
+from elastic_trainer.events.log import read_events
+from elastic_trainer.events.summary import summarize
 from elastic_trainer.rehearse.outcome import (
     Outcome,
     forecast,
@@ -56,6 +54,8 @@ from elastic_trainer.rehearse.trace import (
     read_trace,
     text_of,
 )
+from elastic_trainer.views.status import LiveWorker
+from elastic_trainer.views.verify import judge
 
 ROOT = Path(__file__).resolve().parent.parent
 Event = dict[str, Any]

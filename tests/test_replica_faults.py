@@ -10,7 +10,7 @@ import pytest
 from cluster import Cluster
 from faults import Plan
 
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.views.verify import verify
 
 Twin = Callable[..., str]
 SLOW = ("--steps", "80", "--step-s", "0.2", "--checkpoint-every", "10")

@@ -24,8 +24,9 @@ NOT_OURS = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
 CODE = Path(elastic_trainer.__file__).resolve().parent.parent
 LINKED = ("discovery", "state")
 """Folders at the top level of the clone, imported through links in elastic_trainer/."""
-PACKAGES = ("", "adapters", "data", "doctor", "examples", "host", "launch", "loggers", "measure",
-            "observe", "rehearse", "setup", "standby", "training", "wire", "world", *LINKED)
+PACKAGES = ("", "adapters", "commands", "data", "doctor", "driver", "evaluate", "events",
+            "examples", "horovod_style", "host", "loggers", "measure", "reduce", "rehearse",
+            "schedule", "setup", "training", "views", "wire", "world", *LINKED)
 MODULES = sorted(path for package in PACKAGES
                  for path in (CODE / "elastic_trainer" / package).glob("*.py"))
 
@@ -104,10 +105,11 @@ def test_imports_point_down() -> None:
 
 
 @pytest.mark.parametrize(("module", "imports"),
-                         [("wire/plain.py", "elastic_trainer.launch.driver"),
+                         [("wire/plain.py", "elastic_trainer.driver.driver"),
                           ("state/store.py", "elastic_trainer.discovery.hosts"),
                           ("discovery/hosts.py", "elastic_trainer.state.store"),
-                          ("world/pauses.py", "elastic_trainer.standby.shim")])
+                          ("world/pauses.py", "elastic_trainer.driver.standby_shim"),
+                          ("training/loop.py", "elastic_trainer.views.page")])
 def test_an_import_that_points_up_is_found(tmp_path: Path, module: str, imports: str) -> None:
     """In a function, too, and through the links."""
     shutil.copytree(CODE / "elastic_trainer",
@@ -225,7 +227,7 @@ def test_nothing_starts_when_all_modules_are_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", [
     "elastic_trainer", "elastic_trainer.__main__", "elastic_trainer.config",
-    "elastic_trainer.launch.attempts", "elastic_trainer.launch.membership",
+    "elastic_trainer.driver.supervisor", "elastic_trainer.driver.membership",
     "elastic_trainer.wire.messages"
 ])
 def test_torch_is_not_loaded_when_a_module_of_the_driver_is_imported(module: str) -> None:

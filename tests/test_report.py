@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.observe.fleet_table import print_hosts
-from elastic_trainer.observe.page import page, read
-from elastic_trainer.observe.report import summarize, write_result
-from elastic_trainer.observe.status import RECENT_EVENTS, Status, fold
-from elastic_trainer.observe.summary_table import print_summary
-from elastic_trainer.observe.watch import Watch, panel, plain_line
+from elastic_trainer.events.summary import summarize, write_result
 from elastic_trainer.training.account import is_finished
+from elastic_trainer.views.fleet_table import print_hosts
+from elastic_trainer.views.page import page, read
+from elastic_trainer.views.status import RECENT_EVENTS, Status, fold
+from elastic_trainer.views.summary_table import print_summary
+from elastic_trainer.views.watch import Watch, panel, plain_line
 
 Event = dict[str, Any]
 

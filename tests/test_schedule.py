@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.permutation import permute
-from elastic_trainer.schedule import (
+from elastic_trainer.schedule.permutation import permute
+from elastic_trainer.schedule.schedule import (
     MAX_GLOBAL_BATCH,
     Schedule,
     aligned_subtrees,

@@ -12,17 +12,17 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from elastic_trainer.observe.event_kind import EventKind, Level, Phase
-from elastic_trainer.observe.event_table import COMMON, GROUPS, KINDS
-from elastic_trainer.observe.events import Events, read_events
-from elastic_trainer.observe.events_page import page
-from elastic_trainer.observe.fields import Field
-from elastic_trainer.observe.history import History
-from elastic_trainer.observe.report import summarize_log
-from elastic_trainer.observe.schema import REQUIRED, fields_of, flaw, misfit, parse_object
-from elastic_trainer.observe.sentences import ENDINGS, filled
-from elastic_trainer.observe.status import Status, fold
-from elastic_trainer.observe.summary_table import summary_rows
+from elastic_trainer.events.event_kind import EventKind, Level, Phase
+from elastic_trainer.events.event_table import COMMON, GROUPS, KINDS
+from elastic_trainer.events.fields import Field
+from elastic_trainer.events.history import History
+from elastic_trainer.events.log import Events, read_events
+from elastic_trainer.events.schema import REQUIRED, fields_of, flaw, misfit, parse_object
+from elastic_trainer.events.sentences import ENDINGS, filled
+from elastic_trainer.events.summary import summarize_log
+from elastic_trainer.views.events_page import page
+from elastic_trainer.views.status import Status, fold
+from elastic_trainer.views.summary_table import summary_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = sorted({path for folder in ("elastic_trainer", "state", "discovery")
@@ -199,14 +199,14 @@ def test_each_reason_of_the_table_is_one_of_the_drivers() -> None:
 
 
 def test_the_documentations_table_is_the_tables() -> None:
-    """The page is generated. When this fails: python -m elastic_trainer.observe.events_page
+    """The page is generated. When this fails: python -m elastic_trainer.views.events_page
     FILE."""
     assert (ROOT / "docs" / "events.md").read_text(encoding="utf-8") == page()
 
 
 def test_the_page_is_written_by_its_command(tmp_path: Path) -> None:
     """As the page declares."""
-    subprocess.run([sys.executable, "-m", "elastic_trainer.observe.events_page",
+    subprocess.run([sys.executable, "-m", "elastic_trainer.views.events_page",
                     str(tmp_path / "events.md")], cwd=ROOT, check=True)
     assert (tmp_path / "events.md").read_text(encoding="utf-8") == page()
 

@@ -17,12 +17,12 @@ import pytest
 from folds import past_of
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.launch.past import PAST_FILE, Follower
-from elastic_trainer.observe.events import Events, newest_attempt, read_events
-from elastic_trainer.observe.live import Live
-from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.segments import Reader, compress, seal, segments
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.driver.past import PAST_FILE, Follower
+from elastic_trainer.events.log import Events, newest_attempt, read_events
+from elastic_trainer.events.segments import Reader, compress, seal, segments
+from elastic_trainer.events.summary import summarize
+from elastic_trainer.views.live import Live
+from elastic_trainer.views.verify import verify
 from tests.test_verify import Story
 
 pytestmark = pytest.mark.usefixtures("made_up_events")
@@ -31,7 +31,7 @@ WRITERS, LINES = 4, 3000
 WRITER = """
 import sys
 from pathlib import Path
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 events = Events(Path(sys.argv[1]), segment_bytes=20_000, writer=int(sys.argv[2]))
 for number in range(int(sys.argv[3])):
     events.emit("said", number=number)

@@ -17,13 +17,13 @@ from test_settings import differences
 from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
 
 from elastic_trainer import ConfigError
+from elastic_trainer.commands.run_options import parse_run
 from elastic_trainer.config import Launch
-from elastic_trainer.launch.run_options import parse_run
-from elastic_trainer.observe.report import summarize_log
-from elastic_trainer.observe.summary_table import print_summary
-from elastic_trainer.training.flat import Flat
-from elastic_trainer.training.ring import RingReducer
-from elastic_trainer.training.sending import Sending
+from elastic_trainer.events.summary import summarize_log
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.ring import RingReducer
+from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.views.summary_table import print_summary
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 SIZES = (700, 5, 3000, 1)

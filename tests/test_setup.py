@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_trainer.observe.events import read_events
+from elastic_trainer.events.log import read_events
 
 ROOT = Path(__file__).resolve().parent.parent
 INSTALL = ROOT / "deploy" / "install.sh"

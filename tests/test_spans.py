@@ -13,8 +13,8 @@ from test_accounts import STORY
 from test_report import event, write
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.observe import spans as spans_module
-from elastic_trainer.observe.spans import Spans
+from elastic_trainer.views import spans as spans_module
+from elastic_trainer.views.spans import Spans
 
 RUN = [*STORY[:-1], event(13.8, "state.checkpoint_published", step=6, bytes=8, duration_s=0.5,
                           pause_s=0.1, uploaded_bytes=8), STORY[-1],

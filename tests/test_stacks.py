@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from test_standby import Bench, bench  # noqa: F401 (a fixture)
 
+from elastic_trainer.driver.actions import Start
+from elastic_trainer.driver.process import WorkerProcess
+from elastic_trainer.driver.standby_shim import through_shim
 from elastic_trainer.host import stacks
-from elastic_trainer.launch.actions import Start
-from elastic_trainer.launch.process import WorkerProcess
-from elastic_trainer.standby.shim import through_shim
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 60.0

@@ -19,13 +19,12 @@ from cluster import Cluster, weights_alone
 from hanging import JOB, hang
 
 from elastic_trainer.config import Limits
-from elastic_trainer.host import stacks
-from elastic_trainer.launch import evictions
-from elastic_trainer.launch.actions import Stop
-from elastic_trainer.launch.membership import Membership
-from elastic_trainer.launch.roster import Phase, Worker
-from elastic_trainer.launch.rounds import Offer
-from elastic_trainer.launch.stalls import (
+from elastic_trainer.driver import evictions
+from elastic_trainer.driver.actions import Stop
+from elastic_trainer.driver.membership import Membership
+from elastic_trainer.driver.roster import Phase, Worker
+from elastic_trainer.driver.rounds import Offer
+from elastic_trainer.driver.stalls import (
     ALL_LATE_S,
     LEAST_S,
     Member,
@@ -36,9 +35,10 @@ from elastic_trainer.launch.stalls import (
     stood_s,
     waited_for,
 )
-from elastic_trainer.launch.stragglers import Stragglers, slowest
-from elastic_trainer.observe.mark import PHASES, Mark
-from elastic_trainer.observe.standstills import Standstills
+from elastic_trainer.driver.stragglers import Stragglers, slowest
+from elastic_trainer.events.mark import PHASES, Mark
+from elastic_trainer.events.standstills import Standstills
+from elastic_trainer.host import stacks
 from elastic_trainer.wire.heartbeat import At, Heartbeat
 from elastic_trainer.world.session import address_in, unsent_sockets
 
@@ -509,7 +509,7 @@ class Clock:
     @contextmanager
     def set(self) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("elastic_trainer.observe.mark.time.monotonic", lambda: self.now)
+            patch.setattr("elastic_trainer.events.mark.time.monotonic", lambda: self.now)
             yield
 
 
@@ -634,7 +634,7 @@ def test_a_phase_is_read_from_the_main_threads_stack() -> None:
                  '  File "/x/elastic_trainer/training/loop.py", line 1 in _vote', "",
                  'Current thread 0x02 (most recent call first):',
                  '  File "/x/train.py", line 9 in __getitem__',
-                 '  File "/x/elastic_trainer/training/shards.py", line 140 in _open'):
+                 '  File "/x/elastic_trainer/training/microbatches.py", line 140 in _open'):
         assert not answer.take(line)
     assert answer.phase() == "load"
     assert stacks.Answer().phase() == "" and stacks.Answer().text() == ""

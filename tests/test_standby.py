@@ -1,7 +1,7 @@
 """Standbys with real processes: the shim, the keeper and the service; then in a real cluster of
 four workers.
 
-The numbers in brackets are those of elastic_trainer/standby/keeper.py's head comment.
+The numbers in brackets are those of elastic_trainer/driver/standby_keeper.py's head comment.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import pytest
 import s3_servers
 from cluster import Cluster, is_running
 
+from elastic_trainer.driver import standby_shim as shim
+from elastic_trainer.driver.remote import workers_of
+from elastic_trainer.driver.standby_keeper import differing, idle_cores
+from elastic_trainer.driver.standby_local import local_standbys
+from elastic_trainer.events.log import read_events
 from elastic_trainer.host.processes import is_worker
-from elastic_trainer.launch.remote import workers_of
-from elastic_trainer.observe.events import read_events
-from elastic_trainer.standby import shim
-from elastic_trainer.standby.keeper import differing, idle_cores
-from elastic_trainer.standby.local import local_standbys
-from elastic_trainer.standby.worker import changed_files, merged, write_environment
+from elastic_trainer.world.standby import changed_files, merged, write_environment
 
 pytestmark = pytest.mark.usefixtures("turn")  # they start workers
 Twin = Callable[..., str]
@@ -40,7 +40,7 @@ JOB = """
 import json, os, signal, sys, time
 print("imported", flush=True)
 BOOT
-from elastic_trainer.standby import worker as standby
+from elastic_trainer.world import standby as standby
 was = standby.is_standby()
 standby.wait_for_place()
 facts = {"was": was, "pid": os.getpid(), "name": os.environ.get("ELASTIC_TRAINER_WORKER"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.observe.step_table import ROWS, StepTable
+from elastic_trainer.events.step_table import ROWS, StepTable
 
 STEPS = st.sampled_from([0, 1, 7, ROWS - 1, ROWS, 5 * ROWS + 3, 2**63 - 1])
 ROW = st.tuples(st.integers(-2, 2) | st.sampled_from([2**63 - 1, 2**63, 2**70]),

@@ -11,13 +11,13 @@ from xml.etree.ElementTree import Element, fromstring
 import pytest
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.observe import svg
-from elastic_trainer.observe.bands import LEAST_PX, bands, slices
-from elastic_trainer.observe.event_kind import PAUSE_PARTS, Phase
-from elastic_trainer.observe.history import history_of
-from elastic_trainer.observe.report import result_of
-from elastic_trainer.observe.story import recovery_of
-from elastic_trainer.observe.timeline import Timeline
+from elastic_trainer.events.event_kind import PAUSE_PARTS, Phase
+from elastic_trainer.events.history import history_of
+from elastic_trainer.events.summary import result_of
+from elastic_trainer.views import svg
+from elastic_trainer.views.bands import LEAST_PX, bands, slices
+from elastic_trainer.views.story import recovery_of
+from elastic_trainer.views.timeline import Timeline
 
 RECORDED = Path(__file__).resolve().parent / "data" / "events-0.1.jsonl"
 """A run of four workers: one is killed twice, and new workers join."""

@@ -22,15 +22,15 @@ from cluster import Cluster
 from rich.console import Console, ConsoleDimensions
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.observe import keys
-from elastic_trainer.observe.history import History, goodput_of
-from elastic_trainer.observe.host_rows import bounded, host_rows
-from elastic_trainer.observe.mark import PHASES
-from elastic_trainer.observe.now import NOW_FILE, Now, NowReader, WorkerNow
-from elastic_trainer.observe.prices import Prices
-from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.status import LiveWorker, Status, fold
-from elastic_trainer.observe.watch import TOO_SMALL, FullWatch, view, watch
+from elastic_trainer.events.history import History, goodput_of
+from elastic_trainer.events.mark import PHASES
+from elastic_trainer.events.now import NOW_FILE, Now, NowReader, WorkerNow
+from elastic_trainer.events.summary import summarize
+from elastic_trainer.views import keys
+from elastic_trainer.views.host_rows import bounded, host_rows
+from elastic_trainer.views.prices import Prices
+from elastic_trainer.views.status import LiveWorker, Status, fold
+from elastic_trainer.views.watch import TOO_SMALL, FullWatch, view, watch
 
 DEADLINE_S = 60.0
 
@@ -248,7 +248,7 @@ class Terminal:
             [sys.executable, "-c", "import fcntl, os, signal, sys, termios; os.setsid(); "
              "signal.signal(signal.SIGINT, signal.default_int_handler); "
              "fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-             "from elastic_trainer.observe.watch import watch; watch(sys.argv[1])", str(run_dir)],
+             "from elastic_trainer.views.watch import watch; watch(sys.argv[1])", str(run_dir)],
             stdin=self.slave, stdout=self.slave, stderr=self.slave,
             env={**os.environ, "TERM": "xterm"})
         self.shown = ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.checkpointing import Checkpointing

@@ -17,13 +17,13 @@ from test_faults import FEW, host
 from test_reduce import in_worlds
 
 from elastic_trainer import ConfigError, Trainer, train
-from elastic_trainer.observe import trace as traces
-from elastic_trainer.observe.phases import PHASES, events_of, files_of, join, rows_of
-from elastic_trainer.observe.trace import LOOP, OLD, Trace, remove_oldest
-from elastic_trainer.training.flat import Flat
-from elastic_trainer.training.reduce import Reducer
-from elastic_trainer.training.ring import RingReducer
-from elastic_trainer.training.traced import TracedReducer
+from elastic_trainer.events import trace as traces
+from elastic_trainer.events.trace import LOOP, OLD, Trace, remove_oldest
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.reducer import Reducer
+from elastic_trainer.reduce.ring import RingReducer
+from elastic_trainer.reduce.traced import TracedReducer
+from elastic_trainer.views.phases import PHASES, events_of, files_of, join, rows_of
 
 Event = dict[str, Any]
 

@@ -16,7 +16,7 @@ import torch
 from test_trainer import Fault, in_a_breaking_world
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import byte_view
 
 transformers: Any = pytest.importorskip("transformers")

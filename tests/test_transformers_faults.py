@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cluster import TESTS, Cluster
 
-from elastic_trainer.observe.verify import verify
+from elastic_trainer.views.verify import verify
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_launcher")

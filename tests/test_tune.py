@@ -11,9 +11,9 @@ import torch
 
 from elastic_trainer import train
 from elastic_trainer.config import ConfigError, Override
+from elastic_trainer.events.log import read_events
 from elastic_trainer.measure import trial, tune
 from elastic_trainer.measure.trial import Trial
-from elastic_trainer.observe.events import read_events
 
 GIB = 2**30
 SCRIPT = """

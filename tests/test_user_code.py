@@ -12,7 +12,7 @@ from test_gradients import assert_close, everywhere, job_of, plain
 from test_loop import built, mse, sgd, trained
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.training.gradients import ParametersWritten
+from elastic_trainer.reduce.gradients import ParametersWritten
 
 Model = torch.nn.Module
 

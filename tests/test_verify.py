@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.observe.report import write_result
-from elastic_trainer.observe.verify import judge, read_lines, verify
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.events.summary import write_result
+from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.views.verify import judge, read_lines, verify
 
 Event = dict[str, Any]
 SCHEDULE = Schedule(

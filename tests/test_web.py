@@ -28,13 +28,13 @@ from test_report import event, generation, step, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe import live as live_module
-from elastic_trainer.observe import web
-from elastic_trainer.observe.live import Live
-from elastic_trainer.observe.overview import Overview, open_runs
-from elastic_trainer.observe.prices import Price, Prices, costs
-from elastic_trainer.observe.report import summarize
-from elastic_trainer.observe.web import MOST_READERS, Server, address_of, is_own_name
+from elastic_trainer.events.summary import summarize
+from elastic_trainer.views import live as live_module
+from elastic_trainer.views import web
+from elastic_trainer.views.live import Live
+from elastic_trainer.views.overview import Overview, open_runs
+from elastic_trainer.views.prices import Price, Prices, costs
+from elastic_trainer.views.web import MOST_READERS, Server, address_of, is_own_name
 
 
 @contextmanager

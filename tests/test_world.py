@@ -12,7 +12,7 @@ import torch
 from simulated import Hub, Member
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.collectives import PeersLost

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.training.best import KeepBest, keep_best
+from elastic_trainer.evaluate.best import KeepBest, keep_best
 
 CALLED = frozenset("""
     prepare_data setup teardown configure_model configure_callbacks configure_optimizers

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.training.metric_states import MOST_LOGGED, States, as_json, exact, require_sums
-from elastic_trainer.training.tally import HIDDEN
+from elastic_trainer.evaluate.metric_states import MOST_LOGGED, States, as_json, exact, require_sums
+from elastic_trainer.reduce.counts import HIDDEN
 
 UPDATES = "updates"
 Pairs = dict[str, tuple[float, float]]

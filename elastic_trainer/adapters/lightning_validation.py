@@ -21,9 +21,9 @@ import torch
 from elastic_trainer.adapters.lightning_hooks import takes
 from elastic_trainer.adapters.lightning_loaders import Source
 from elastic_trainer.adapters.lightning_logs import Kind
-from elastic_trainer.training.evaluation import Examination
+from elastic_trainer.evaluate.evaluation import Examination
+from elastic_trainer.evaluate.sums import Found, means_of
 from elastic_trainer.training.job import Job
-from elastic_trainer.training.sums import Found, means_of
 
 
 class States:

@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.loader import Loader
-from elastic_trainer.order import LikeLength
+from elastic_trainer.schedule.order import LikeLength
 
 SUPPORTED = frozenset("""
     output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps

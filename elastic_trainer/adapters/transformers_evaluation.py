@@ -26,8 +26,8 @@ import numpy
 import torch
 
 from elastic_trainer.data.seeds import seed_everything
+from elastic_trainer.evaluate.sums import Kept
 from elastic_trainer.training.precision import PRECISIONS
-from elastic_trainer.training.sums import Kept
 
 
 def measured(hf: Any, dataset: Any, ignore_keys: list[str] | None,

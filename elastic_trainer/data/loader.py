@@ -29,7 +29,7 @@ from elastic_trainer.data.leaves import drawn_twice
 from elastic_trainer.data.loader_pool import Pool
 from elastic_trainer.data.loader_process import DRAWN, Key, Recipe, Work
 from elastic_trainer.data.seeds import seed_cpu, seed_everything, seed_of
-from elastic_trainer.schedule import Schedule, sample_seed
+from elastic_trainer.schedule.schedule import Schedule, sample_seed
 from elastic_trainer.wire.proof import Values
 
 pin: Any = torch_pin  # as DataLoader does; it has no types

@@ -43,7 +43,7 @@ from elastic_trainer.data.leaves import drawn_twice
 from elastic_trainer.data.seeds import seed_cpu
 from elastic_trainer.data.transport import packed, unpacked
 from elastic_trainer.host.parent import end_with_parent
-from elastic_trainer.schedule import sample_seed
+from elastic_trainer.schedule.schedule import sample_seed
 from elastic_trainer.wire.proof import Values
 
 MESSAGE_BYTES = 4096

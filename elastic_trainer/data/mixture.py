@@ -13,7 +13,15 @@ import numpy as np
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.batches import MOST_NAMED, add_note
-from elastic_trainer.order import BLOCK, SHUFFLED, Mixed, Order, block_shares, named, scaled
+from elastic_trainer.schedule.order import (
+    BLOCK,
+    SHUFFLED,
+    Mixed,
+    Order,
+    block_shares,
+    named,
+    scaled,
+)
 
 
 def order_of(dataset: Any, given: Any) -> Order:

@@ -11,7 +11,7 @@ from functools import cache
 import numpy
 import torch
 
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.schedule.schedule import Schedule
 
 
 def seed_of(schedule: Schedule, step: int, shard: int, phase: int) -> int:

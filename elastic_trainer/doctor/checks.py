@@ -1,6 +1,6 @@
 """What the facts of machines mean for a run: decisions, each with the command that mends it.
 
-facts.py, launch/examination.py → here → table.py
+facts.py, commands/examination.py → here → table.py
 
 What always holds: everything here is a pure function of values.
 """
@@ -17,7 +17,7 @@ from elastic_trainer.setup.recipe import RECIPE
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 HOROVOD = "0.28.1"
-"""The version whose faults our driver mends (launch/horovodrun.py)."""
+"""The version whose faults our driver mends (driver/horovodrun.py)."""
 OLDEST_PYTHON = (3, 10)
 MIB = 1 << 20
 LEAST_DISK_MIB, SMALL_DISK_MIB = 64, 1024

@@ -3,8 +3,8 @@
 the kernel (proc(5)) → here → agent, supervisor
 
 The environment is read by hand: a standby writes its name over a room in that memory and leaves
-zeros behind it (standby/worker.py), and psutil stops reading at two zeros in a row.
-launch/remote.py has its own code for that: on its hosts no package may be on Python's path.
+zeros behind it (world/standby.py), and psutil stops reading at two zeros in a row.
+driver/remote.py has its own code for that: on its hosts no package may be on Python's path.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Python stacks of all threads of a process that does not answer: asked for by a signal.
 
-driver, or the far end of its ssh (launch/remote.py) → SIGURG → here (faulthandler, in the worker)
+driver, or the far end of its ssh (driver/remote.py) → SIGURG → here (faulthandler, in the worker)
 → stderr → driver → here (which lines, which phase)
 
 What always holds:
@@ -47,11 +47,13 @@ _FRAME = re.compile(r'  File (".*"|\?\?\?), line (\d+|\?\?\?) in ')
 _NO_FRAME = re.compile("  (Garbage-collecting|<[a-zA-Z ]+>)$")
 _CUT = "  ..."
 """After MOST frames."""
-_PHASES = (("training/shards.py", "_open", "load"), ("training/shards.py", "_backward", "backward"),
-           ("training/shards.py", "reduce", "reduce"), ("training/loop.py", "_reduce", "reduce"),
+_PHASES = (("training/microbatches.py", "_open", "load"),
+           ("training/microbatches.py", "_backward", "backward"),
+           ("training/microbatches.py", "reduce", "reduce"),
+           ("training/loop.py", "_reduce", "reduce"),
            ("training/loop.py", "_vote", "vote"), ("training/apply.py", "_update", "apply"),
            ("training/apply.py", "apply", "behind"),
-           ("training/evaluation.py", "found", "evaluate"),
+           ("evaluate/evaluation.py", "found", "evaluate"),
            ("training/checkpointing.py", "obey", "upload"))
 """The functions of ours in which a phase passes."""
 

@@ -2,8 +2,8 @@
 
 keeper, service, agent → here → the folder
 
-standby/shim.py has a copy of the first two names: it starts in 60 ms and imports nothing of ours. A
-test compares the copies.
+driver/standby_shim.py has a copy of the first two names: it starts in 60 ms and imports nothing of
+ours. A test compares the copies.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.events.schema import parse
+from elastic_trainer.events.segments import Reader
 from elastic_trainer.loggers.row import Row, numbers_of, values_of_evaluation, values_of_step
-from elastic_trainer.observe.schema import parse
-from elastic_trainer.observe.segments import Reader
 
 STEP, EVALUATION, LOGGED = "worker.step_committed", "worker.evaluated", "worker.logged"
 _NAMES = (STEP.encode(), EVALUATION.encode(), LOGGED.encode())

@@ -27,9 +27,9 @@ from itertools import pairwise
 from pathlib import Path
 
 from elastic_trainer.config import ALLOCATOR, EXIT_INTERRUPTED, Override
+from elastic_trainer.events.log import read_events
 from elastic_trainer.host.modes import private
 from elastic_trainer.measure import memory
-from elastic_trainer.observe.events import read_events
 
 POLL_S = 0.02
 FIRST_STEPS = 2

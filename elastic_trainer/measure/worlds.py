@@ -25,11 +25,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from elastic_trainer.config import ALLOCATOR, ConfigError, Override
+from elastic_trainer.events.log import read_events
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import private
 from elastic_trainer.measure.cases import Case
-from elastic_trainer.observe import phases
-from elastic_trainer.observe.events import read_events
+from elastic_trainer.views import phases
 
 WARM_UP_STEPS = 5
 """The steps at the start that do not count."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from elastic_trainer.observe.sentences import count
+from elastic_trainer.events.sentences import count
 from elastic_trainer.rehearse.costs import Costs
 from elastic_trainer.rehearse.model import Outcome, Policy, World, outcome_of, world_of
 from elastic_trainer.rehearse.pools import Lives, Pool, lives_of, merged, repeated

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.segments import Reader, has_events
-from elastic_trainer.observe.sentences import ENDINGS
+from elastic_trainer.events.segments import Reader, has_events
+from elastic_trainer.events.sentences import ENDINGS
 from elastic_trainer.state.upload_cost import UploadCost
 
 MOST_S, MOST_SAMPLES = 1e7, 1e12

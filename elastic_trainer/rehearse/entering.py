@@ -3,7 +3,7 @@
 lives of hosts, costs → here → model
 
 What always holds:
-1. A newcomer that stands ready waits while others boot, at most `settle_s` (launch/rounds.py).
+1. A newcomer that stands ready waits while others boot, at most `settle_s` (driver/rounds.py).
 2. An attempt ends when nobody is left that has trained in it. All who boot or stand ready start
    again in the next one, which begins after `give_up_s`.
 3. If the last members are under notice, they wait with their state until they are lost. A newcomer

@@ -13,7 +13,7 @@ What always holds:
 What it does not do: slow steps down while workers boot or checkpoints are sent. Goodput is a share
 of the time, so it does not depend on that.
 
-Source: the policies are those of launch/rounds.py (who enters, and when) and state/cadence.py. Two
+Source: the policies are those of driver/rounds.py (who enters, and when) and state/cadence.py. Two
 recorded replays check it (tests/test_plan.py).
 """
 

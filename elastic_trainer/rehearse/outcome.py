@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from elastic_trainer.observe.sentences import ENDINGS, count
-from elastic_trainer.observe.verdict import Verdict
+from elastic_trainer.events.sentences import ENDINGS, count
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, Row
+from elastic_trainer.views.verdict import Verdict
 
 MOST_SENTENCES = 5
 LARGER_HOSTS = 100

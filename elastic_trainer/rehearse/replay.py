@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError, unusable
+from elastic_trainer.events.segments import EVENTS_FILE
+from elastic_trainer.events.sentences import count
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.host.options import Parser
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
-from elastic_trainer.observe.segments import EVENTS_FILE
-from elastic_trainer.observe.sentences import count
 from elastic_trainer.rehearse import storm, trace
 from elastic_trainer.rehearse.outcome import (
     Outcome,
@@ -239,7 +239,7 @@ def price_of(file: Path | None) -> Price | None:
     """Return the price of a local host for an hour. Raises ConfigError."""
     if file is None:
         return None
-    from elastic_trainer.observe import prices
+    from elastic_trainer.views import prices
 
     found = prices.load(file)
     host = found.of("127.0.0.1", "")
@@ -255,9 +255,9 @@ def room_of(cores: int, memory_bytes: int) -> int:
 
 def rehearse(wanted: Rehearsal) -> int:
     """Play the trace, judge the run, and print the judgement; returns the exit code."""
-    from elastic_trainer.observe.report import read_log
-    from elastic_trainer.observe.segments import Reader
-    from elastic_trainer.observe.verify import verify
+    from elastic_trainer.events.segments import Reader
+    from elastic_trainer.events.summary import read_log
+    from elastic_trainer.views.verify import verify
 
     run_dir = wanted.run_dir
     try:
@@ -290,7 +290,7 @@ def rehearse(wanted: Rehearsal) -> int:
 def follow(wanted: Rehearsal, run_dir: Path, hosts: Sequence[str], stage: Stage | None) -> int:
     """Run the launcher, show its progress and play the trace, if there is a stage; returns its
     exit code."""
-    from elastic_trainer.observe.watch import Watch
+    from elastic_trainer.views.watch import Watch
 
     watch = Watch(run_dir)
     with open(run_dir / OUTPUT, "ab", opener=private) as output:
@@ -308,7 +308,7 @@ def follow(wanted: Rehearsal, run_dir: Path, hosts: Sequence[str], stage: Stage 
 
 def train_twin(wanted: Rehearsal) -> str:
     """Train the undisturbed twin; return the digest of its weights, "" if it did not finish."""
-    from elastic_trainer.observe.report import summarize_log
+    from elastic_trainer.events.summary import summarize_log
 
     run_dir = twin_of(wanted.run_dir)
     make_folder(run_dir)

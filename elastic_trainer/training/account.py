@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.events import summary as report
+from elastic_trainer.events.log import Events
+from elastic_trainer.events.versions import versions
 from elastic_trainer.host.modes import write_text
-from elastic_trainer.observe import report
-from elastic_trainer.observe.events import Events
-from elastic_trainer.observe.versions import versions
-from elastic_trainer.order import facts_of
+from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.commit_log import CommitLog, Damaged
 from elastic_trainer.state.live_state import LiveState

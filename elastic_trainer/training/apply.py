@@ -17,18 +17,18 @@ import math
 import torch
 
 from elastic_trainer.data.seeds import seed_everything, seed_of
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
+from elastic_trainer.reduce.buffer_values import results
+from elastic_trainer.reduce.counts import COUNT, means
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.statistics import MOST_CHANGE
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
-from elastic_trainer.training.buffer_values import results
-from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import LossNotFinite, not_finite, verdict
-from elastic_trainer.training.several import members_of, parameters_of
-from elastic_trainer.training.shards import Shards
-from elastic_trainer.training.statistics import MOST_CHANGE
-from elastic_trainer.training.tally import COUNT, means
+from elastic_trainer.training.microbatches import Shards
+from elastic_trainer.training.several_optimizers import members_of, parameters_of
 from elastic_trainer.world.collectives import World
 
 

@@ -25,7 +25,7 @@ import torch
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.layout import byte_ranges, decode, pack
 from elastic_trainer.state.module_attributes import ModuleAttributes, is_same, is_size
-from elastic_trainer.training.supported import some
+from elastic_trainer.state.supported import some
 
 NOT_RUN, SAME, MOVED = range(3)
 """What the step's first shard has done to attributes; it may not have ended."""

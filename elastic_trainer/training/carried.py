@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule
-from elastic_trainer.training.words import Words
+from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.training.option_names import Words
 
 CLEAR = 1e-3
 """Two losses that differ by this share are not the same up to rounding."""

@@ -26,7 +26,8 @@ from enum import Enum
 from typing import Any
 
 from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.evaluate.best import Best
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Peers, Plan
 from elastic_trainer.state.checkpoints import Checkpoints
@@ -35,7 +36,6 @@ from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 from elastic_trainer.state.stores import open_store
 from elastic_trainer.state.upload import Share
-from elastic_trainer.training.best import Best
 from elastic_trainer.training.timing import Timing
 from elastic_trainer.training.unsaved import Told, no_checkpoint, tell_last, unsaved
 from elastic_trainer.world.collectives import PeersLost

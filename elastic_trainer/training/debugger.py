@@ -22,7 +22,7 @@ from typing import Any
 
 from elastic_trainer.config import Launch
 from elastic_trainer.data.batches import add_note
-from elastic_trainer.standby.worker import is_standby
+from elastic_trainer.world.standby import is_standby
 
 REMEDY = ("Start the run from a terminal on this host, debug `python train.py` without the "
           "launcher, or use a debugger that listens on a port "

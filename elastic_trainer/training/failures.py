@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_MACHINE, EXIT_USER_ERROR, ConfigError, Launch
+from elastic_trainer.events.log import Events
 from elastic_trainer.host.excepthook import frames_of_user
-from elastic_trainer.observe.events import Events
 from elastic_trainer.training.machine_fault import machine_fault
 from elastic_trainer.wire.heartbeat import MachineFault
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver

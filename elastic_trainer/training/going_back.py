@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.checkpointing import Checkpointing
-from elastic_trainer.training.wish import Wish
+from elastic_trainer.training.stop_request import Wish
 from elastic_trainer.world.collectives import World
 from elastic_trainer.world.generations import StateWithdrawn
-from elastic_trainer.world.odd import Lost, Search, find_odd
+from elastic_trainer.world.outliers import Lost, Search, find_odd
 from elastic_trainer.world.replicas import (
     Part,
     Replica,

@@ -28,15 +28,17 @@ from torch.utils.data import default_collate
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError, Launch
 from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
 from elastic_trainer.data.mixture import order_of
-from elastic_trainer.learning_rate import LinearScaling
+from elastic_trainer.evaluate.best import Best, require_rule
+from elastic_trainer.events.log import newest_attempt
 from elastic_trainer.loggers.row import require_loggers
-from elastic_trainer.observe.events import newest_attempt
-from elastic_trainer.order import facts_of
-from elastic_trainer.schedule import Schedule
+from elastic_trainer.reduce.buffer_rules import BufferRules, Rule
+from elastic_trainer.schedule.learning_rate import LinearScaling
+from elastic_trainer.schedule.order import facts_of
+from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.state.supported import refusal, refused_dataset
 from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of, extras_with
-from elastic_trainer.training.best import Best, require_rule
-from elastic_trainer.training.buffer_rules import BufferRules, Rule
 from elastic_trainer.training.losses import require_policy
+from elastic_trainer.training.option_names import OF_TRAIN, Words
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.overridden import remarks_on_override
 from elastic_trainer.training.precision import Precision, precision_of, scaler_of
@@ -48,9 +50,7 @@ from elastic_trainer.training.settings import (
     remarks_on_length,
     split_schedule,
 )
-from elastic_trainer.training.several import Several, as_one, kind_of, members_of
-from elastic_trainer.training.supported import refusal, refused_dataset
-from elastic_trainer.training.words import OF_TRAIN, Words
+from elastic_trainer.training.several_optimizers import Several, as_one, kind_of, members_of
 
 
 @dataclass(frozen=True, kw_only=True)

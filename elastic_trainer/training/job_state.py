@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
+from elastic_trainer.reduce.exact import ExactReducer
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.reducer import Reducer
+from elastic_trainer.reduce.ring import RingReducer
+from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.reduce.traced import TracedReducer
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.training.exact import ExactReducer
-from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.job import Job, cut_of
-from elastic_trainer.training.reduce import Reducer
-from elastic_trainer.training.ring import RingReducer
-from elastic_trainer.training.sending import Sending
+from elastic_trainer.training.option_names import Words
 from elastic_trainer.training.settings import CONFIGURATION, settings_of
-from elastic_trainer.training.several import members_of
-from elastic_trainer.training.traced import TracedReducer
-from elastic_trainer.training.words import Words
+from elastic_trainer.training.several_optimizers import members_of
 
 
 def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:

@@ -19,7 +19,7 @@ from typing import Any
 
 from horovod.common.exceptions import HorovodInternalError
 
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.world.collectives import PeersLost
 
 Listener = Callable[[str, dict[str, Any]], None]

@@ -25,30 +25,30 @@ from functools import partial
 from typing import Any
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe import report
-from elastic_trainer.observe.events import Events
-from elastic_trainer.schedule import owner_of
+from elastic_trainer.evaluate.evaluation import Evaluations
+from elastic_trainer.events import summary as report
+from elastic_trainer.events.log import Events
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.schedule.schedule import owner_of
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.names import named_parameters
 from elastic_trainer.training import modes_differ
 from elastic_trainer.training.account import Account, is_finished
+from elastic_trainer.training.after_step import Behind
 from elastic_trainer.training.apply import StepEnd, weights_sha256
-from elastic_trainer.training.behind import Behind
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
-from elastic_trainer.training.evaluation import Evaluations
 from elastic_trainer.training.failures import fault_of_machine
-from elastic_trainer.training.flat import Flat
 from elastic_trainer.training.going_back import GoingBack
 from elastic_trainer.training.job import Job, Result, describe
 from elastic_trainer.training.job_state import Keeping, reducer_of, state_of
+from elastic_trainer.training.microbatches import Shards
 from elastic_trainer.training.moves import Begun, Move
 from elastic_trainer.training.scaling import Scaling
-from elastic_trainer.training.sending import Sending
-from elastic_trainer.training.shards import Shards
+from elastic_trainer.training.stop_request import Wish
 from elastic_trainer.training.successor import Successor
 from elastic_trainer.training.timing import Pace
 from elastic_trainer.training.warm_up import WarmUp
-from elastic_trainer.training.wish import Wish
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations, Hooks, WorldChanged
 from elastic_trainer.world.place import Driver, RunOver

@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.training.words import Words
+from elastic_trainer.training.option_names import Words
 
 ON_NAN = ("raise", "skip", "continue")
 MAX_NAMED_SAMPLES = 64

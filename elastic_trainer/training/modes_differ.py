@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.training.supported import some
+from elastic_trainer.state.supported import some
 from elastic_trainer.world.collectives import World
 
 

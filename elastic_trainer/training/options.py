@@ -16,15 +16,15 @@ from torch.utils.data import default_collate
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.loader import Loader
-from elastic_trainer.learning_rate import LinearScaling
+from elastic_trainer.evaluate.best import KeepBest
 from elastic_trainer.loggers.row import Logger
-from elastic_trainer.order import Order
+from elastic_trainer.reduce.buffer_rules import Rule
+from elastic_trainer.reduce.sending import Sending, sending_of
+from elastic_trainer.schedule.learning_rate import LinearScaling
+from elastic_trainer.schedule.order import Order
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PART_BYTES, Plan
 from elastic_trainer.training.averages import Swa
-from elastic_trainer.training.best import KeepBest
-from elastic_trainer.training.buffer_rules import Rule
-from elastic_trainer.training.sending import Sending, sending_of
 
 Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
 """What sets the learning rates: a function of the step, a torch scheduler, or several by name."""

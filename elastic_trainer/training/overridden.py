@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from elastic_trainer.config import Launch, Override
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.settings import Remark
 

@@ -29,9 +29,9 @@ from elastic_trainer.data.loader import MOST_WRAPPED
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.module_attributes import OWN
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
+from elastic_trainer.state.supported import some
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.settings import CONFIGURATION, PROOF, Remark
-from elastic_trainer.training.supported import some
 from elastic_trainer.wire.proof import Leaf, Proof, Values
 from elastic_trainer.world.replicas import fingerprint
 

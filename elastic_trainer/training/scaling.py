@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.training.gradients import Gradients
-from elastic_trainer.training.supported import some
+from elastic_trainer.reduce.gradients import Gradients
+from elastic_trainer.state.supported import some
 
 TWICE = (
     "step.backward() got a loss that was scaled already, so the gradient would be {scale:g} times "

@@ -18,12 +18,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule import Schedule as Numbers
+from elastic_trainer.reduce.sending import BUCKET_BYTES
+from elastic_trainer.schedule.schedule import Schedule as Numbers
+from elastic_trainer.state.supported import some
+from elastic_trainer.training.option_names import Words
 from elastic_trainer.training.options import Rates
-from elastic_trainer.training.sending import BUCKET_BYTES
-from elastic_trainer.training.several import Schedulers, Several, kind_of
-from elastic_trainer.training.supported import some
-from elastic_trainer.training.words import Words
+from elastic_trainer.training.several_optimizers import Schedulers, Several, kind_of
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic_trainer.training.lengths import ends_interval
+from elastic_trainer.evaluate.metric_states import as_json
+from elastic_trainer.schedule.lengths import ends_interval
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.metric_states import as_json
 from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished, Shard
 from elastic_trainer.training.worker import Worker
 

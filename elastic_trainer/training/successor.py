@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.reducer import Reducer
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.training.behind import Behind
-from elastic_trainer.training.flat import Flat
-from elastic_trainer.training.reduce import Reducer
+from elastic_trainer.training.after_step import Behind
 from elastic_trainer.world import revive
 
 

@@ -14,7 +14,7 @@ import time
 from statistics import median
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.upload_cost import UploadCost
 

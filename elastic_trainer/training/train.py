@@ -20,20 +20,20 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from elastic_trainer.data.loader import Loader
-from elastic_trainer.learning_rate import LinearScaling
-from elastic_trainer.loggers.row import Logger
-from elastic_trainer.order import Order
-from elastic_trainer.state.checkpoint import PART_BYTES
-from elastic_trainer.training.averages import Swa
-from elastic_trainer.training.best import KeepBest
-from elastic_trainer.training.buffer_rules import Rule
-from elastic_trainer.training.evaluation_plan import (
+from elastic_trainer.evaluate.best import KeepBest
+from elastic_trainer.evaluate.evaluation_plan import (
     Evaluation,
     examination_of,
     require_evaluation,
 )
+from elastic_trainer.loggers.row import Logger
+from elastic_trainer.reduce.buffer_rules import Rule
+from elastic_trainer.schedule.learning_rate import LinearScaling
+from elastic_trainer.schedule.lengths import ends_interval
+from elastic_trainer.schedule.order import Order
+from elastic_trainer.state.checkpoint import PART_BYTES
+from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.job import Result, checked
-from elastic_trainer.training.lengths import ends_interval
 from elastic_trainer.training.moves import Finished, Move, Shard
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.overridden import overridden

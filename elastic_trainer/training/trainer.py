@@ -34,22 +34,22 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic_trainer.data.loader import Loader
+from elastic_trainer.evaluate.best import NOT_KEPT, Best, KeepBest
+from elastic_trainer.evaluate.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.loggers.row import Logger
-from elastic_trainer.order import Order
+from elastic_trainer.reduce.buffer_rules import Rule
+from elastic_trainer.schedule.lengths import length_of
+from elastic_trainer.schedule.order import Order
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
-from elastic_trainer.training.best import NOT_KEPT, Best, KeepBest
-from elastic_trainer.training.buffer_rules import Rule
-from elastic_trainer.training.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.training.job import Result, checked
-from elastic_trainer.training.leaving import Leaving
-from elastic_trainer.training.lengths import length_of
+from elastic_trainer.training.loop_exit import Leaving
 from elastic_trainer.training.moves import Move
+from elastic_trainer.training.option_names import OF_TRAINER
 from elastic_trainer.training.options import Options, Schedule
 from elastic_trainer.training.overridden import overridden
-from elastic_trainer.training.several import hooked
+from elastic_trainer.training.several_optimizers import hooked
 from elastic_trainer.training.step import Step
-from elastic_trainer.training.words import OF_TRAINER
 from elastic_trainer.training.worker import Worker
 
 ANOTHER = ("another trainer's loop is running: a process is one worker of one run. End that loop "

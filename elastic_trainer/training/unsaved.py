@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 
 from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.publish import Known
 from elastic_trainer.world.place import Unsaved
 

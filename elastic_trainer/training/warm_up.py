@@ -32,28 +32,28 @@ import psutil
 import torch
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.gradients import GradientsWritten
+from elastic_trainer.reduce.reducer import Reducer
+from elastic_trainer.schedule.microbatch_sizes import fact_of, remedy_for
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
-from elastic_trainer.training import compiled, probe
-from elastic_trainer.training.attributes_moved import require_same, sizes_of_batches
-from elastic_trainer.training.carried import Tried, another, may_waver, require_same_result
-from elastic_trainer.training.flat import Flat
-from elastic_trainer.training.gradients import GradientsWritten
-from elastic_trainer.training.job import Job, has_batch_norm
-from elastic_trainer.training.losses import require_scalar
-from elastic_trainer.training.moves import Shard
-from elastic_trainer.training.proving import Proving
-from elastic_trainer.training.reduce import Reducer
-from elastic_trainer.training.scaling import Scaling
-from elastic_trainer.training.shard_sizes import fact_of, remedy_for
-from elastic_trainer.training.supported import (
+from elastic_trainer.state.supported import (
     BUFFERS_STAY,
     moved_buffers,
     parameters_stay,
     refused_tensors,
     some,
 )
+from elastic_trainer.training import compiled, probe
+from elastic_trainer.training.attributes_moved import require_same, sizes_of_batches
+from elastic_trainer.training.carried import Tried, another, may_waver, require_same_result
+from elastic_trainer.training.job import Job, has_batch_norm
+from elastic_trainer.training.losses import require_scalar
+from elastic_trainer.training.moves import Shard
+from elastic_trainer.training.proving import Proving
+from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.world.arithmetic import Arithmetic
 from elastic_trainer.world.replicas import Part, Replica, fingerprint
 

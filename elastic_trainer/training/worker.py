@@ -32,20 +32,20 @@ from elastic_trainer.config import (
     ConfigError,
     Launch,
 )
+from elastic_trainer.evaluate.evaluation import Examination, examine
+from elastic_trainer.events import summary as report
+from elastic_trainer.events.log import Events
+from elastic_trainer.events.log_shipper import Courier, shares_runs
+from elastic_trainer.events.trace import FOLDER, Trace
 from elastic_trainer.host import stacks
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.host.own import OursFirst
 from elastic_trainer.loggers.rows import Rows
-from elastic_trainer.observe import report
-from elastic_trainer.observe.courier import Courier, shares_runs
-from elastic_trainer.observe.events import Events
-from elastic_trainer.observe.trace import FOLDER, Trace
-from elastic_trainer.standby import worker as standby
+from elastic_trainer.reduce.sending import Sending
 from elastic_trainer.training import compiled, debugger, determinism
 from elastic_trainer.training.account import is_finished, is_in_store
 from elastic_trainer.training.averages import NOT_AVERAGED, SHOWN
 from elastic_trainer.training.configured import in_use
-from elastic_trainer.training.evaluation import Examination, examine
 from elastic_trainer.training.failures import (
     UserExited,
     end_as_user_error,
@@ -58,13 +58,13 @@ from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.moves import Begun, Move, Portion, Shard
+from elastic_trainer.training.option_names import Words
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.overridden import report_memory
-from elastic_trainer.training.sending import Sending
+from elastic_trainer.training.stop_request import Wish
 from elastic_trainer.training.warm_up import rehearse
-from elastic_trainer.training.wish import Wish
-from elastic_trainer.training.words import Words
 from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.world import standby as standby
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.drivers import driver_of
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver, Unsaved
@@ -427,7 +427,7 @@ def shown(events: Events) -> Iterator[None]:
     """Show the progress of a worker that was not launched."""
     # Here: a launched worker shows nothing, and would load rich for nothing.
     with OursFirst():
-        from elastic_trainer.observe.progress import Progress
+        from elastic_trainer.training.progress import Progress
 
     progress = Progress()
     events.listeners.append(Guarded(progress, events))

@@ -1,6 +1,6 @@
 """Unauthenticated connections: one thread reads one request from each, within fixed bounds.
 
-a listening socket → here → whole requests → discovery/agent.py, messages.py, observe/web.py
+a listening socket → here → whole requests → discovery/agent.py, messages.py, views/web.py
 
 What always holds:
 1. A connection that has not sent a whole request costs a descriptor and the bytes received so far

@@ -7,7 +7,7 @@ What always holds:
    that it does not know. So workers and drivers of two versions understand each other.
 2. The names of the fields on the wire are those of the dataclasses.
 
-What it does not do: check what arrives from a worker. observe/schema.py does, before
+What it does not do: check what arrives from a worker. events/schema.py does, before
 `Heartbeat.from_dict`.
 """
 
@@ -38,7 +38,7 @@ class MachineFault:
 
 @dataclass(frozen=True, kw_only=True)
 class At:
-    """What a worker's loop does (observe/mark.py)."""
+    """What a worker's loop does (events/mark.py)."""
 
     phase: str
     what: str

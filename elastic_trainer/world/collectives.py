@@ -6,7 +6,7 @@ What always holds:
 1. A collective ends with its result, with HorovodInternalError or with PeersLost.
 2. A world of one exchanges nothing.
 
-What it does not do: start Horovod (session.py), or choose the members (launch/membership.py).
+What it does not do: start Horovod (session.py), or choose the members (driver/membership.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import horovod.torch as hvd
 import torch
 from horovod.torch.mpi_ops import synchronize  # horovod_names.py puts `wait` in its place
 
-from elastic_trainer.observe.mark import Mark
+from elastic_trainer.events.mark import Mark
 from elastic_trainer.world.vote import Ballot, Outcome, outcome_of
 
 POLL_S = 0.0005

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.our_driver import OurDriver
 from elastic_trainer.world.place import Driver

@@ -13,7 +13,7 @@ What always holds:
    user's code behind the step before.
 5. Generations without progress are bounded.
 
-What it does not do: choose the members (launch/membership.py). launch/driver.py lists F1 to F11.
+What it does not do: choose the members (driver/membership.py). driver/driver.py lists F1 to F11.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world import revive
 from elastic_trainer.world.arithmetic import Arithmetic
@@ -39,9 +39,16 @@ from elastic_trainer.world.pauses import Pauses
 from elastic_trainer.world.place import Driver, DriverHooks, Place
 from elastic_trainer.world.replicas import Part, ReplicaDiffers
 from elastic_trainer.world.session import Session, init_can_fail
-from elastic_trainer.world.standings import Standing, givers, has_state, is_owed, newest, was_begun
 from elastic_trainer.world.transfer import Transfer
 from elastic_trainer.world.vote import Ballot, Outcome, Wishes
+from elastic_trainer.world.worker_status import (
+    Standing,
+    givers,
+    has_state,
+    is_owed,
+    newest,
+    was_begun,
+)
 
 T = TypeVar("T")
 """What the body of a generation yields."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.world.arithmetic import (
     Arithmetic,
     advice,

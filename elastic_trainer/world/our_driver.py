@@ -1,4 +1,4 @@
-"""The worker's side of our driver (launch/driver.py): heartbeats to it, news and places from it.
+"""The worker's side of our driver (driver/driver.py): heartbeats to it, news and places from it.
 
 worker → heartbeat → driver → news → here → generations
 

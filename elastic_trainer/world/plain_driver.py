@@ -4,7 +4,7 @@ Horovod's driver → here → generations
 
 This driver is not mended, and keeps its limits (docs/guide/fleets.md#plain-horovodrun). The worker
 avoids two of them: it waits for admission before `hvd.init()` (F1), and leaves with exit code 75
-(F11). launch/driver.py lists F1 to F11. With the patches of setup/patches horovodrun answers only a
+(F11). driver/driver.py lists F1 to F11. With the patches of setup/patches horovodrun answers only a
 request with the token of its launch. A worker has the token in its environment. Horovod's
 notification service checks an HMAC before it unpickles (network.py:92-99).
 """

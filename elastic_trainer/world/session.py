@@ -16,7 +16,7 @@ in a thread of Gloo ("op.preamble.length <= op.nbytes") and aborts a healthy wor
 victim. Without the cache the negotiation uses other slots.
 
 Source: horovod/common/gloo/gloo_context.cc (environment re-read at every init), 0.28.1.
-launch/driver.py lists F1 to F11.
+driver/driver.py lists F1 to F11.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ipaddress import IPv6Address
 from horovod.torch import mpi_ops
 
 from elastic_trainer.config import Launch
-from elastic_trainer.observe.mark import Mark
+from elastic_trainer.events.mark import Mark
 from elastic_trainer.wire.heartbeat import At
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Place

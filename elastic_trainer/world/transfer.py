@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from elastic_trainer.observe.events import Events
+from elastic_trainer.events.log import Events
 from elastic_trainer.state.layout import (
     LayoutError,
     Packed,

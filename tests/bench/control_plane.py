@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import Limits
-from elastic_trainer.launch.membership import Membership
-from elastic_trainer.launch.roster import Worker
-from elastic_trainer.observe.events import read_events
+from elastic_trainer.driver.membership import Membership
+from elastic_trainer.driver.roster import Worker
+from elastic_trainer.events.log import read_events
 from elastic_trainer.wire.messages import NONCE, SIGNATURE, WORKER
 from elastic_trainer.wire.seal import Kind, Session, seal
 
@@ -126,7 +126,7 @@ async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], 
     hosts = "".join(f"127.0.{number // 250}.{number % 250 + 1}:1\n" for number in range(size))
     (folder / "hosts").write_text(hosts)
     command = [
-        sys.executable, "-m", "elastic_trainer.launch.horovodrun", "-np",
+        sys.executable, "-m", "elastic_trainer.driver.horovodrun", "-np",
         str(size), "--min-np",
         str(size), "--host-discovery-script", f"cat {folder / 'hosts'}", "sh", "-c", SLOT,
         str(slots)

@@ -25,9 +25,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from elastic_trainer.observe.events import Events  # noqa: E402
-from elastic_trainer.observe.segments import compress, segments  # noqa: E402
-from elastic_trainer.schedule import Schedule  # noqa: E402
+from elastic_trainer.events.log import Events  # noqa: E402
+from elastic_trainer.events.segments import compress, segments  # noqa: E402
+from elastic_trainer.schedule.schedule import Schedule  # noqa: E402
 
 BATCH, SIZE, WORLD = 32, 320_000, 8
 CHECKPOINT_STEPS = 200

@@ -44,8 +44,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.observe.report import read_log
-from elastic_trainer.observe.segments import Reader
+from elastic_trainer.events.segments import Reader
+from elastic_trainer.events.summary import read_log
 from elastic_trainer.rehearse.costs import costs_of
 from elastic_trainer.rehearse.storm import Storm, parse_storm, rows_of
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row, text_of

@@ -34,7 +34,7 @@ from s3_servers import process  # noqa: E402
 
 from elastic_trainer.discovery.hosts import Instance, Policy  # noqa: E402
 from elastic_trainer.discovery.poll import Poller  # noqa: E402
-from elastic_trainer.observe.verify import verify  # noqa: E402
+from elastic_trainer.views.verify import verify  # noqa: E402
 
 ROOT = HERE.parent.parent
 WORKERS = 8

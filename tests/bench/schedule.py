@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def ours() -> dict[str, float]:
-    from elastic_trainer.schedule import Schedule
+    from elastic_trainer.schedule.schedule import Schedule
 
     def construct() -> Schedule:
         return Schedule(dataset_size=OURS_SAMPLES,

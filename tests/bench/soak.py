@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from cluster import JOB, Cluster, weights_alone  # noqa: E402
 
-from elastic_trainer.observe.verify import verify  # noqa: E402
+from elastic_trainer.views.verify import verify  # noqa: E402
 
 MOST, FEWEST = 6, 4
 KINDS = ("kill", "freeze", "leave", "join")

@@ -40,7 +40,7 @@ import torch  # noqa: E402
 
 from elastic_trainer import train  # noqa: E402
 from elastic_trainer.data.seeds import seed_everything  # noqa: E402
-from elastic_trainer.schedule import Schedule  # noqa: E402
+from elastic_trainer.schedule.schedule import Schedule  # noqa: E402
 from elastic_trainer.state.layout import byte_view  # noqa: E402
 
 parser = argparse.ArgumentParser()

@@ -67,7 +67,7 @@ def ours(cache: str | None, samples: int) -> Any:
 def reader_of(dataset: Any) -> tuple[Any, Any]:
     from elastic_trainer import Loader
     from elastic_trainer.data.loader import Reader, ShardRecipe
-    from elastic_trainer.schedule import Schedule
+    from elastic_trainer.schedule.schedule import Schedule
 
     schedule = Schedule(dataset_size=len(dataset), global_batch=BATCH, shards=1, epochs=EPOCHS,
                         seed=0)

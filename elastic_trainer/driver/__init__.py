@@ -1,0 +1,1 @@
+"""The driver's side: membership, rounds, rendezvous, the supervisor, processes and standbys."""

@@ -1,0 +1,1 @@
+"""Distributed evaluation: exact sums over all workers, and the best evaluation."""

@@ -1,0 +1,1 @@
+"""Events: declared, written, sent and read; and the history that they tell."""

@@ -1,0 +1,1 @@
+"""The gradients of all micro-batches become one, in flat buffers."""

@@ -1,0 +1,247 @@
+"""The reducer `exact`: the same bits for every world size and every history.
+
+flat buffers of my shards → here (alltoall, allgather) → reduced flat buffers
+
+What always holds:
+1. Sums are taken in the order of a fixed binary tree over the shards. Floating-point addition is
+   commutative, so the tree fixes every bit.
+2. Each worker adds the aligned subtrees that it owns. An alltoall sends each worker its slice of
+   all subtree sums, each worker finishes the tree for its slice, and an allgather returns the
+   result.
+3. A worker that has run no shard takes part in all collectives.
+
+Why not fixed point: it needs an exponent that is agreed before the first shard is done, so a second
+pass, or the exponent of the last step. The tree sends as many bytes as a ring for one subtree per
+worker, and keeps the precision of 32-bit floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from elastic_trainer.reduce.flat import Flat, SetsDiffer, Sums
+from elastic_trainer.reduce.reducer import Collectives
+from elastic_trainer.schedule.schedule import aligned_subtrees, owned_shards
+
+
+class ExactReducer:
+    """Sums in the order of a fixed tree: the same bits for every world size and every history."""
+
+    def __init__(self, flat: Flat, shards: int):
+        self.flat, self.shards = flat, shards
+        self._spare: list[Sums] = []
+        self._stack: list[tuple[int, int, Sums]] = []
+        self._leaf_open = False
+        self._sent: dict[torch.dtype, Any] = {}
+
+    def begin(self, world: Collectives) -> range:
+        """Start a step; returns the shards that this worker runs, in order."""
+        self._spare += [sums for _, _, sums in self._stack]
+        self._stack = []
+        self.flat.shards_run = 0
+        mine = owned_shards(world.rank, world.size, self.shards)
+        self._trees = aligned_subtrees(mine, self.shards)
+        self._open()
+        return mine
+
+    def lay_out(self, trained: Sequence[bool],
+                buffers: dict[str, torch.Tensor] | None = None) -> None:
+        """Train another set of parameters from this shard on. No shard of the step was run yet."""
+        assert self.flat.shards_run == 0
+        self._spare, self._leaf_open = [], False
+        self.flat.lay_out(trained, buffers)
+        # These are sums of shards without samples.
+        self._stack = [(low, high, self.flat.new_sums()) for low, high, _ in self._stack]
+        self._open()
+
+    def overlap(self, world: Collectives) -> None:
+        """Do nothing: a slice is sent when all its shards are added."""
+
+    def has_sent(self) -> bool:
+        """True if other workers hold a part of this step already."""
+        return False
+
+    def mine(self) -> Sums:
+        """Return sums that go into this worker's part of the step, after its last shard."""
+        return self._stack[-1][2]
+
+    def _open(self) -> None:
+        """Bind a zeroed set of buffers for the next leaf (or pair of leaves)."""
+        if self._leaf_open:
+            sums = self.flat.sums
+        else:
+            sums = self._spare.pop() if self._spare else self.flat.new_sums()
+        for tensor in sums.values():
+            tensor.zero_()
+        self.flat.bind(sums)
+        self._leaf_open = True
+
+    def shard(self, shard: int, is_last: bool) -> Callable[[], None]:
+        """Announce the next shard; call the result after its backward pass."""
+
+        def done() -> None:
+            low, high = shard, shard + 1
+            if shard % 2 == 0 and not is_last and self._holds(low, low + 2):
+                # Its sibling adds into the same buffer: autograd's addition is that of the tree.
+                return
+            if shard % 2 == 1 and self._holds(low - 1, high):
+                low -= 1
+            self._stack.append((low, high, self.flat.sums))
+            self._leaf_open = False
+            self._merge()
+            if not is_last:
+                self._open()
+
+        return done
+
+    def _holds(self, low: int, high: int) -> bool:
+        """True if [low, high) lies within one subtree that this worker owns."""
+        return any(tree.start <= low and high <= tree.stop for tree in self._trees)
+
+    def _merge(self) -> None:
+        """Add siblings on top of the stack, as a binary counter carries."""
+        while len(self._stack) >= 2:
+            (low, middle, left), (start, high, right) = self._stack[-2:]
+            span = self._span(low, middle)
+            is_sibling = middle == start and low % (2 * span) == 0 and high == min(
+                low + 2 * span, self.shards)
+            if not is_sibling or not self._holds(low, high):
+                return
+            for dtype, tensor in left.items():
+                tensor.add_(right[dtype])
+            self._stack[-2:] = [(low, high, left)]
+            self._spare.append(right)
+
+    @staticmethod
+    def _span(low: int, high: int) -> int:
+        """Return the width of the smallest node of the tree that starts at low and covers
+        [low, high)."""
+        span = 1
+        while low + span < high:
+            span *= 2
+        return span
+
+    def send(self, world: Collectives) -> None:
+        """Send each worker its slice of my subtree sums, without waiting for theirs."""
+        # If no shard of the batch is mine, I send nothing and take part.
+        if self._leaf_open and not self._stack:
+            self._spare.append(self.flat.sums)
+            self._leaf_open = False
+        stacked = [(low, high) for low, high, _ in self._stack]
+        assert stacked == [(tree.start, tree.stop) for tree in self._trees]
+        types = self.flat.layout.lengths if world.size > 1 else ()
+        self._sent = {dtype: self._send(world, dtype) for dtype in types}
+
+    def finish(self, world: Collectives) -> None:
+        """Finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker.
+
+        Raises SetsDiffer, on all workers alike, if their shards trained different parameters.
+        """
+        if world.size == 1:
+            result = self._stack[0][2]
+            self.flat.agreed(result[torch.float32])
+        else:
+            wholes = self._wholes(world)
+            if not len(wholes[torch.float32]):
+                return  # no worker has run a shard: the vote says why
+            self._follow(self.flat.agreed(wholes[torch.float32]))
+            result = self._spare.pop() if self._spare else self.flat.new_sums()
+            for dtype, length in self.flat.layout.lengths.items():
+                result[dtype][:length].copy_(wholes[dtype][:length])
+        self._stack = []
+        self.flat.bind(result)
+        self._leaf_open = True
+
+    def _wholes(self, world: Collectives) -> dict[torch.dtype, torch.Tensor]:
+        """Return the sums over all shards. Raises SetsDiffer."""
+        found = {dtype: self._exchanged(world, dtype, handle)
+                 for dtype, handle in self._sent.items()}
+        self._sent = {}
+        self._spare += [sums for _, _, sums in self._stack]
+        self._stack = []
+        wholes = {dtype: whole for dtype, whole in found.items() if whole is not None}
+        if len(wholes) < len(found):
+            raise SetsDiffer
+        return wholes
+
+    def _follow(self, trained: list[bool]) -> None:
+        """Have buffers for what the others train, if this worker has run no shard."""
+        if trained != self.flat.trained:
+            self.flat.gradients.adopt(trained)
+            self.flat.lay_out(trained)
+            self._spare = []
+
+    def _send(self, world: Collectives, dtype: torch.dtype) -> Any:
+        """Start to send the sums of my subtrees. A worker that has run no shard sends nothing."""
+        slice_ = -(-self.flat.layout.lengths[dtype] // world.size)
+        mine = [sums[dtype][:slice_ * world.size]
+                for _, _, sums in self._stack] if self.flat.shards_run else []
+        if len(mine) == 1:
+            outgoing = mine[0]
+        elif mine:  # one copy: slices must lie behind one another for each receiver
+            outgoing = torch.stack(mine).view(
+                len(mine), world.size, slice_).transpose(0, 1).reshape(-1)
+        else:
+            outgoing = torch.empty(0, dtype=dtype, device=self.flat.device)
+        return world.exchange_start(outgoing, [len(mine) * slice_] * world.size,
+                                    f"exact.slices.{_suffix(dtype)}")
+
+    def _exchanged(self, world: Collectives, dtype: torch.dtype,
+                   handle: Any) -> torch.Tensor | None:
+        """Return the sum over all shards; None on all workers if their buffers do not have the same
+        length.
+
+        A worker that has run no shard takes the length from what it receives.
+        """
+        incoming, counts = world.exchanged(handle)  # network
+        pieces: dict[tuple[int, int], torch.Tensor] = {}
+        at = 0
+        for rank, count in enumerate(counts):
+            owned = owned_shards(rank, world.size, self.shards)
+            trees = aligned_subtrees(owned, self.shards) if count else []
+            for tree in trees:
+                pieces[tree.start, tree.stop] = incoming[at : at + count // len(trees)]
+                at += count // len(trees)
+        are_equal = len({piece.numel() for piece in pieces.values()}) <= 1
+        total = tree_sum(pieces, self.shards) if pieces and are_equal else incoming[:0]
+        whole = world.allgather(total, f"exact.result.{_suffix(dtype)}")  # network
+        # If the lengths of two workers differ, each worker has seen both.
+        return whole if are_equal else None
+
+
+def _suffix(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def tree_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int) -> torch.Tensor:
+    """Add the sums of subtrees, given by their ranges of shards, up to the root of the fixed tree.
+    Changes them."""
+    span = 1
+    while span < shards:
+        span *= 2
+    total = _node_sum(pieces, shards, 0, span)
+    assert total is not None
+    return total
+
+
+def _node_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int, low: int,
+              span: int) -> torch.Tensor | None:
+    """Return the sum of a node of the tree; None if no worker has run its shards.
+
+    This is no inner function: one that calls itself is a reference cycle, which kept each step's
+    pieces (a gradient) until the next garbage collection.
+    """
+    found = pieces.get((low, min(low + span, shards)))
+    if found is not None:
+        return found
+    if span == 1:
+        return None  # adding nothing gives the same bits as adding the zeros of that shard
+    half = span // 2
+    left = _node_sum(pieces, shards, low, half)
+    right = _node_sum(pieces, shards, low + half, half) if low + half < shards else None
+    if left is None or right is None:
+        return right if left is None else left
+    return left.add_(right)

@@ -1,0 +1,271 @@
+"""`.grad` of the parameters: views of the flat buffers, watched for what the user's code writes.
+
+flat buffers → here → the user's forward and backward pass → here → flat buffers → … → optimizer
+
+What always holds:
+1. `.grad` of every trained parameter is a view of a flat buffer: autograd adds into it in place,
+   so nothing is copied before the network. The gradient of a 16-bit parameter is summed in 32 bits
+   and copied.
+2. The gradient of a shard is what plain PyTorch leaves in `.grad` for that shard alone. If the
+   user's code writes to `.grad` (`zero_grad()`, a backward pass of its own, a hook), the views
+   cannot hold it. Then `isolates` is set: each shard starts with `.grad = None`, and what it leaves
+   is added to the sums. Both ways give the same bits, so workers need not agree on one. A sparse
+   gradient is isolated, too: autograd would add each of its rows to the sum of the shard before.
+3. Between a shard's backward pass and its end nothing may write to `.grad`: it would change a part
+   of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). Behind a step the gradient
+   is applied, so clipping it there has no effect. Both raise.
+4. The optimizer gets None for a parameter that no shard has used, as in plain PyTorch.
+
+A write to `.grad` is seen by the version of its view (`.data` has a version of its own), which
+every operation in place increments. One backward pass adds once to a gradient; more additions come
+from a hook, or from reentrant checkpointing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from elastic_trainer.state.supported import parameters_stay
+
+
+class GradientsWritten(Exception):
+    """The user's code has written to `.grad` of flat buffers that several shards share. Run the
+    step isolated."""
+
+
+class ParametersWritten(RuntimeError):
+    """The user's code has changed parameters while a shard was computed."""
+
+
+SUM_BYTES = 4
+"""The bytes of an element of a sum: gradients of fewer bits are summed in 32."""
+PROBED = 64
+"""The number of elements of a gradient that are kept while the user's code runs behind a step."""
+CLIP = ("To clip the gradient of the step, give the trainer clip_norm=…; it calls zero_grad(), "
+        "unscale_() and step() itself.")
+SHRUNK = 16
+"""The number of elements that must have become smaller, and none larger, to count as clipped."""
+WRITTEN_BEHIND = (
+    "something has changed .grad behind the backward pass of a batch (clip_grad_norm_, zero_grad, "
+    "unscale_, another backward pass). A batch is one shard of the step, so its gradient is only a "
+    f"part. {CLIP} Run other backward passes before it, or add the losses.")
+CLIPPED_BEHIND = (
+    "the gradient was clipped or scaled behind the inner loop, where it has no effect: the step is "
+    f"applied already. {CLIP} For backward passes of your own there, use torch.autograd.grad.")
+
+
+class Gradients:
+    """The parameters of the model, and their `.grad`."""
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
+        self.names, self.everyone = list(parameters), list(parameters.values())
+        self.isolates = False
+        """Each shard has gradients of its own, which are added to the sums (rule 2)."""
+        self.sparse: dict[str, int] = {}
+        """The parameters with a sparse gradient in the warm-up, and the bytes of their sums."""
+        self._left = list[tuple[torch.Tensor | None, int]]()
+        """What the backward pass of a shard has left in `.grad`, with the versions, where a later
+        write would not be seen otherwise."""
+        self._applied: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        """Of the last step that was applied: a gradient, its version, and its first elements."""
+
+    def lay_out(self, members: Sequence[int], views: list[torch.Tensor]) -> None:
+        """Train these parameters (by number), whose sums are these views. No `.grad` is set yet."""
+        self.members = members
+        self.parameters = [self.everyone[number] for number in members]
+        self.narrow = [parameter.dtype != view.dtype
+                       for parameter, view in zip(self.parameters, views, strict=True)]
+        """Which of the trained parameters have fewer bits than their sum: then `.grad` is no view
+        of it."""
+        self._by_size = sorted(self.parameters, key=torch.Tensor.numel, reverse=True)
+        with_view = {id(parameter) for parameter, is_narrow
+                     in zip(self.parameters, self.narrow, strict=True) if not is_narrow}
+        self._without_view = [p for p in self.everyone if id(p) not in with_view]
+        self._views, self._counted = views, [0] * len(members)
+        if not self.isolates:
+            for parameter in self.everyone:
+                parameter.grad = None
+
+    def bind(self, views: list[torch.Tensor]) -> None:
+        """Make autograd add into these views from now on."""
+        self._views = views
+        if not self.isolates:
+            for parameter, view in zip(self.parameters, views, strict=True):
+                parameter.grad = view if parameter.dtype == view.dtype else None
+
+    def hand_out(self, used: Sequence[float]) -> None:
+        """Set `.grad` to the sum for each parameter that some shard has used, else to None."""
+        views = dict(zip(self.members, self._views, strict=True))
+        for number, parameter in enumerate(self.everyone):
+            gradient = views[number] if used[number] else None
+            if parameter.grad is not gradient:  # setting it takes longer than this comparison
+                parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
+
+    def trained_now(self) -> list[bool]:
+        """Return which parameters of the model require a gradient at this moment."""
+        return [p.requires_grad for p in self.everyone]
+
+    def adopt(self, trained: Sequence[bool]) -> None:
+        """Let these parameters require a gradient."""
+        for parameter, is_trained in zip(self.everyone, trained, strict=True):
+            if parameter.requires_grad != is_trained:
+                parameter.requires_grad_(is_trained)
+
+    # --- one shard --------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Prepare `.grad` for a shard's forward pass."""
+        self._left = []
+        self._written = self._writes()
+        for parameter in self.everyone if self.isolates else self._without_view:
+            parameter.grad = None
+        if not self.isolates:
+            self._counted = [view._version for view in self._views]
+
+    def _writes(self) -> list[tuple[int, int]]:
+        """Return the version and the address of each parameter. cuDNN's RNNs move their weights,
+        which is no write."""
+        return [(p._version, p.data_ptr()) for p in self.everyone]
+
+    def check_parameters(self) -> None:
+        """Raise ParametersWritten if a parameter was changed in place since the shard was opened.
+
+        No version counts a write to `.data`. The warm-up finds those by the values.
+        """
+        if (now := self._writes()) != self._written:
+            pairs = zip(self.names, self._written, now, strict=True)
+            changed = [name for name, (was, at), (version, place) in pairs
+                       if version != was and place == at]
+            if changed:
+                raise ParametersWritten(parameters_stay(changed))
+
+    def check_untouched(self) -> None:
+        """Raise GradientsWritten if `.grad` was written to since the shard was opened."""
+        if not self.isolates and (any(self._additions()) or any(p.grad is not None
+                                                                for p in self._without_view)):
+            raise GradientsWritten
+
+    def _additions(self) -> list[int]:
+        """Return how often each gradient was written to since the shard was opened; -1: another
+        tensor is in its place."""
+        return [int(parameter.grad is not None) if is_narrow
+                else view._version - counted if parameter.grad is view else -1
+                for parameter, view, counted, is_narrow in zip(
+                    self.parameters, self._views, self._counted, self.narrow, strict=True)]
+
+    def note_left(self) -> None:
+        """Note what the backward pass of a shard has left in `.grad` (rule 3).
+
+        Not in the views: there a later write counts as a second addition, after which the shard is
+        run again, isolated. So this costs the usual step nothing.
+        """
+        if self.isolates or any(self.narrow):
+            self._left = [(gradient := parameter.grad, _version(gradient))
+                          for parameter in self.parameters]
+
+    def _check_left(self) -> None:
+        """Raise RuntimeError if `.grad` was written to since the backward pass of the shard."""
+        left, self._left = self._left, []
+        if left and not all(parameter.grad is gradient and _version(gradient) == version
+                            for parameter, (gradient, version)
+                            in zip(self.parameters, left, strict=True)):
+            raise RuntimeError(WRITTEN_BEHIND)
+
+    @contextmanager
+    def without_sparse(self) -> Iterator[None]:
+        """Raise GradientsWritten behind a backward pass that has added a sparse gradient to a
+        sum."""
+        sparse = dict[str, int]()
+
+        def note(gradient: torch.Tensor, name: str) -> None:
+            if gradient.is_sparse:
+                sparse[name] = gradient.numel() * max(SUM_BYTES, gradient.element_size())
+
+        hooks = [parameter.register_hook(partial(note, name=name))  # type: ignore[no-untyped-call]
+                 for name, parameter in zip(self.names, self.everyone, strict=True)
+                 if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.sparse |= sparse
+        if sparse and not self.isolates:
+            raise GradientsWritten
+
+    def weigh_rest(self, weight: float) -> None:
+        """Give what the user's own backward passes have left in `.grad` the weight of the shard."""
+        for parameter in self.parameters if self.isolates and weight != 1 else ():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.detach() * weight
+
+    def close(self) -> list[int]:
+        """End a shard; returns which of the trained parameters have got a gradient.
+
+        Raises GradientsWritten if its backward pass, or code behind it, wrote more than one sum,
+        ParametersWritten, and RuntimeError if `.grad` of an isolated shard was written to behind
+        the backward pass.
+        """
+        self.check_parameters()
+        self._check_left()
+        if self.isolates:
+            return self._add_isolated(self._views)
+        used = self._additions()
+        if not all(0 <= additions <= 1 for additions in used):
+            raise GradientsWritten
+        if any(self.narrow):
+            self._add_isolated([view if is_narrow else None
+                                for view, is_narrow in zip(self._views, self.narrow, strict=True)])
+        return used
+
+    def _add_isolated(self, sums: Sequence[torch.Tensor | None]) -> list[int]:
+        """Add each `.grad` to its sum, where one is given, and drop it; returns which parameters
+        had a gradient."""
+        found, used = list[tuple[torch.Tensor, torch.Tensor]](), []
+        for parameter, total in zip(self.parameters, sums, strict=True):
+            used.append(int(parameter.grad is not None))
+            if total is not None and parameter.grad is not None:
+                found.append((total, parameter.grad.detach()))
+                parameter.grad = None
+        for total, gradient in found:
+            total.add_(gradient.to_dense() if gradient.is_sparse else gradient)
+        return used
+
+    # --- behind a step ----------------------------------------------------------------------------
+
+    def note_applied(self) -> None:
+        """Note the largest gradient of the step that was applied, while the user's code runs behind
+        it."""
+        gradients = (parameter.grad for parameter in self._by_size)
+        largest = next((one for one in gradients if one is not None), None)
+        self._applied = None if largest is None else (
+            largest, largest._version, _first(largest).clone())
+
+    def check_applied(self) -> None:
+        """Raise RuntimeError if the user's code has clipped the gradient of the step behind it.
+
+        A backward pass there adds to `.grad`, and zero_grad() clears it: neither does harm.
+        Clipping makes no element larger, and keeps its sign. Where there are less than SHRUNK
+        elements, a backward pass may do the same by chance, so nothing is raised.
+        """
+        applied, self._applied = self._applied, None
+        if applied is None or applied[0]._version == applied[1]:
+            return
+        now, was = _first(applied[0]), applied[2]
+        has_shrunk = (now * was > 0) & (now.abs() < was.abs())
+        is_as_clipped = has_shrunk | (now == was)
+        if int(has_shrunk.sum()) >= SHRUNK and bool(is_as_clipped.all()):
+            raise RuntimeError(CLIPPED_BEHIND)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+def _first(gradient: torch.Tensor) -> torch.Tensor:
+    """Return the first elements of a gradient in memory. It has no gaps there."""
+    return gradient.detach().as_strided((min(PROBED, gradient.numel()),), (1,))

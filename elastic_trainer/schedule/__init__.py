@@ -1,0 +1,1 @@
+"""The schedule: what each step trains on, as pure functions of its number."""

@@ -1,0 +1,296 @@
+"""The schedule: samples, shards, random seeds and learning rate of each step.
+
+config, order (samples of positions) → here → loop (what to compute), vote (what it must total),
+verify (what was computed)
+
+What always holds:
+1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be
+   saved.
+2. Batch, shards, seeds and learning rate do not depend on the fleet. The fleet only decides which
+   worker owns which shard.
+3. Every position of an epoch is in exactly one shard of one step. The last batch of an epoch has
+   the positions that are left. With `drop_last` it is not trained. The order gives each position
+   its sample.
+4. Memory is O(1) in the dataset and O(shard) in the answer. The end of an epoch costs as much as
+   its start.
+5. The bits are the same on every machine: seeds and digests use only integer operations on 64 bits.
+   A change to one of them breaks every run that has a checkpoint, so the tests pin literal values.
+
+What it does not do: read data, know the history of a rank, balance shards of unequal cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.schedule.order import SHUFFLED, Epochs, Order
+from elastic_trainer.schedule.permutation import MASK, Words, mix, mixed
+
+MAX_GLOBAL_BATCH = 2**22
+"""With more samples a batch's digest (a sum of 40-bit numbers) may not fit the vote's int64."""
+MAX_DATASET_SIZE = 2**48
+"""Up to here the 40-bit draws of a round are even to 2^-16 over the rows, sqrt(2^48) of them."""
+_SHARD_SEED, _SAMPLE_SEED = 2, 3
+"""The first number of each key, so that two purposes never have the same key. 1 is an epoch's
+(order.py)."""
+_24 = np.array(24, dtype=np.uint64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The numbers of a job from which all steps follow. Raises ConfigError if they do not fit."""
+
+    dataset_size: int
+    """Positions in one epoch: the samples of the dataset, unless the order repeats some."""
+    global_batch: int
+    """Samples per step, over all workers together. The same for every world size."""
+    shards: int
+    """Parts of the global batch. A worker computes whole shards, so this is the largest useful
+    world size."""
+    epochs: int | None = None
+    """Passes over the dataset; None: as many as `max_steps` needs, or one without `max_steps`."""
+    seed: int
+    """Root of the permutations and of the shards' random seeds."""
+    max_steps: int | None = None
+    """End earlier, after this many steps."""
+    drop_last: bool = False
+    """Leave out the samples at the end of each epoch that are too few for a whole batch."""
+    order: Order = SHUFFLED
+    """Which sample stands at each position."""
+    min_shard_samples: int = 1
+    """The fewest samples of a shard in an epoch's short last batch: then fewer shards have
+    samples."""
+
+    def __post_init__(self) -> None:
+        for key in ("dataset_size", "global_batch", "shards"):
+            _require_whole(key, getattr(self, key), 1)
+        _require_whole("seed", self.seed, 0)
+        for key in ("epochs", "max_steps"):
+            if getattr(self, key) is not None:
+                _require_whole(key, getattr(self, key), 1)
+        if self.dataset_size > MAX_DATASET_SIZE:
+            raise ConfigError(
+                f"dataset_size is {self.dataset_size}. Use at most {MAX_DATASET_SIZE}.")
+        if self.global_batch > MAX_GLOBAL_BATCH:
+            raise ConfigError(
+                f"global_batch is {self.global_batch}. Use at most {MAX_GLOBAL_BATCH}.")
+        if self.shards > self.global_batch:
+            raise ConfigError(
+                f"shards is {self.shards}, more than global_batch {self.global_batch}, so some "
+                f"would be empty at every step. Use at most {self.global_batch} shards.")
+        _require_whole("min_shard_samples", self.min_shard_samples, 1)
+        if self.min_shard_samples > self.global_batch // self.shards:
+            raise ConfigError(
+                f"min_shard_samples is {self.min_shard_samples}, but global_batch "
+                f"{self.global_batch} in {self.shards} shards gives some of them "
+                f"{self.global_batch // self.shards}. Use at most that, or fewer shards.")
+        if self.drop_last and self.dataset_size < self.global_batch:
+            raise ConfigError(
+                f"drop_last is True and dataset_size {self.dataset_size} is less than global_batch "
+                f"{self.global_batch}, so no step would be left. Use a global_batch of at most "
+                f"{self.dataset_size}.")
+        if self.seed > MASK:
+            raise ConfigError(
+                f"seed is {self.seed}, which does not fit 64 bits. Use at most {MASK}.")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Count the steps of one epoch, a short last one included."""
+        return -(-(self.dataset_size - self.dropped_samples) // self.global_batch)
+
+    @property
+    def dropped_samples(self) -> int:
+        """Count the samples that each epoch leaves out."""
+        return self.dataset_size % self.global_batch if self.drop_last else 0
+
+    @property
+    def merges(self) -> bool:
+        """True if `min_shard_samples` gives the short last batch fewer shards than it would have
+        without it."""
+        left = self.dataset_size % self.global_batch
+        return not self.drop_last and 0 < left and self._parts(left) < min(self.shards, left)
+
+    @property
+    def smallest_shard(self) -> int:
+        """Count the samples of the smallest shard of all steps (one without samples is not
+        computed)."""
+        steps = (0, self.steps_per_epoch - 1)
+        sizes = [len(self._batch_positions(step)) for step in steps if step < self.steps]
+        return min(size // self._parts(size) for size in sizes)
+
+    @property
+    def shard_sizes(self) -> set[int]:
+        """Return the numbers of samples that the shards of all steps have, without 0."""
+        steps = [step for step in (0, self.steps_per_epoch - 1) if step < self.steps]
+        return {len(self.shard_positions(step, shard)) for step in steps
+                for shard in range(self.shards)} - {0}
+
+    @property
+    def steps(self) -> int:
+        """Count the steps of the whole run. They are numbered from 0."""
+        if self.epochs is None and self.max_steps is not None:
+            return self.max_steps
+        whole = (self.epochs or 1) * self.steps_per_epoch
+        return whole if self.max_steps is None else min(whole, self.max_steps)
+
+    def epoch(self, step: int) -> int:
+        """Return the epoch of a step, from 0."""
+        return step // self.steps_per_epoch
+
+    def batch_size(self, step: int) -> int:
+        """Count the samples of a step: `global_batch`, or fewer in the epoch's last step."""
+        return len(self._batch_positions(step))
+
+    def shard_positions(self, step: int, shard: int) -> range:
+        """Return the shard's positions in its epoch's order: the batch, split as evenly as
+        possible.
+
+        A short batch has fewer parts than shards if the parts would be too small. The shards with a
+        part are spread over all shards, so that all workers have some.
+        """
+        assert 0 <= shard < self.shards, f"shard {shard} of {self.shards}"
+        batch = self._batch_positions(step)
+        parts = self._parts(len(batch))
+        # The shard has one part, or none.
+        first, end = (edge * parts // self.shards for edge in (shard, shard + 1))
+        return batch[first * len(batch) // parts : end * len(batch) // parts]
+
+    def first_shard(self, step: int) -> int:
+        """Return the first shard of a step that has samples."""
+        return next(shard for shard in range(self.shards) if self.shard_positions(step, shard))
+
+    def shard_samples(self, step: int, shard: int) -> npt.NDArray[np.int64]:
+        """Return the shard's dataset indices, shape (samples,). May be empty in a short last
+        batch."""
+        return self._samples(step, self.shard_positions(step, shard))
+
+    def shard_weight(self, step: int, shard: int) -> float:
+        """Return the shard's share of the batch: the weight of its mean in the mean of the
+        batch."""
+        return len(self.shard_positions(step, shard)) / self.batch_size(step)
+
+    def shard_seed(self, step: int, shard: int) -> int:
+        """Return the 63-bit seed of the random generators (dropout, augmentation) in one shard of
+        one step."""
+        return mix(_SHARD_SEED, self.seed, step, shard) >> 1
+
+    def batch_digest(self, step: int) -> int:
+        """Return the sum that the shards' digests have if every sample of the step counts exactly
+        once."""
+        return samples_digest(self._counted(step, self._batch_positions(step)))
+
+    def shard_digest(self, step: int, shard: int, samples: npt.NDArray[np.int64]) -> int:
+        """Return the digest of a shard, which has these samples: what a worker votes."""
+        if self.order.counts_positions:
+            samples = _numbers(self.shard_positions(step, shard))
+        return samples_digest(samples)
+
+    def batch_digests(self, steps: range) -> list[int]:
+        """Return `batch_digest` of consecutive steps of one epoch, in a few microseconds each."""
+        assert self.epoch(steps[0]) == self.epoch(steps[-1]), f"steps {steps} are of two epochs"
+        first, last = (self._batch_positions(step) for step in (steps[0], steps[-1]))
+        bits = _digested(self._counted(steps[0], range(first.start, last.stop)))
+        starts = np.arange(0, len(bits), self.global_batch)
+        digests: list[int] = np.add.reduceat(bits, starts).tolist()
+        return digests
+
+    def dropped_digest(self, epoch: int) -> int:
+        """Return the digest of the samples that an epoch leaves out."""
+        end = self.dataset_size
+        return samples_digest(
+            self._counted(epoch * self.steps_per_epoch, range(end - self.dropped_samples, end)))
+
+    def _parts(self, samples: int) -> int:
+        """Return the number of shards into which a batch of this size is cut.
+
+        It is the largest number that leaves no shard under `min_shard_samples`. No shard is larger
+        than in a full batch, because a larger one may not fit the memory. This decides if no number
+        fits both, for example if one sample is left.
+        """
+        largest = -(-self.global_batch // self.shards)
+        return max(min(self.shards, samples // self.min_shard_samples), -(-samples // largest))
+
+    def _batch_positions(self, step: int) -> range:
+        assert step >= 0, f"step {step}"
+        start = step % self.steps_per_epoch * self.global_batch
+        return range(start, min(start + self.global_batch, self.dataset_size))
+
+    def _samples(self, step: int, positions: range) -> npt.NDArray[np.int64]:
+        epochs = Epochs(self.dataset_size, self.dataset_size - self.dropped_samples,
+                        self.global_batch, self.seed)
+        return self.order.samples(epochs, self.epoch(step), _numbers(positions))
+
+    def _counted(self, step: int, positions: range) -> npt.NDArray[np.int64]:
+        """Return what the digests count: samples; or positions, where the order repeats samples or
+        has a table that the event log has not."""
+        if self.order.counts_positions:
+            return _numbers(positions)
+        return self._samples(step, positions)
+
+
+def _numbers(positions: range) -> npt.NDArray[np.int64]:
+    return np.arange(positions.start, positions.stop, dtype=np.int64)
+
+
+def sample_seed(seed: int, place: int) -> int:
+    """Return the 63-bit seed of the sample at a place of a shard with this seed."""
+    return mix(_SAMPLE_SEED, seed, place) >> 1
+
+
+def samples_digest(samples: npt.NDArray[np.int64]) -> int:
+    """Return a digest of a multiset of samples: the sum of 40 well mixed bits of each.
+
+    The order does not matter. The digests of parts add up to that of the whole, so an allreduce can
+    sum them.
+    """
+    assert samples.size <= MAX_GLOBAL_BATCH, f"a digest of {samples.size} samples may not fit int64"
+    return int(_digested(samples).sum(dtype=np.uint64))
+
+
+def _digested(samples: npt.NDArray[np.int64]) -> Words:
+    """Return 40 well mixed bits of each sample."""
+    bits = mixed(samples)
+    bits >>= _24
+    return bits
+
+
+def owned_shards(rank: int, size: int, shards: int) -> range:
+    """Return the shards of one rank: ceil(shards / size) neighbours; fewer or none for the last
+    ranks."""
+    assert 0 <= rank < size, f"rank {rank} of {size}"
+    each = -(-shards // size)
+    return range(min(rank * each, shards), min((rank + 1) * each, shards))
+
+
+def owner_of(shard: int, size: int, shards: int) -> int:
+    """Return the rank that owns a shard."""
+    return shard // -(-shards // size)
+
+
+def aligned_subtrees(owned: range, shards: int) -> list[range]:
+    """Cut `owned` into the fewest nodes of the fixed binary tree over range(shards), left to right.
+
+    A node is range(k * 2**j, min((k + 1) * 2**j, shards)): the tree over the next power of two,
+    without the leaves that are missing.
+    """
+    is_within = owned.step == 1 and 0 <= owned.start and owned.stop <= shards
+    assert not owned or is_within, f"{owned}, {shards}"
+    nodes: list[range] = []
+    start = owned.start
+    while start < owned.stop:
+        width = 1
+        while (start % (2 * width) == 0 and width < shards
+               and min(start + 2 * width, shards) <= owned.stop):
+            width *= 2
+        nodes.append(range(start, min(start + width, shards)))
+        start = nodes[-1].stop
+    return nodes
+
+
+def _require_whole(key: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{key} is {value!r}. Use a whole number from {least}.")

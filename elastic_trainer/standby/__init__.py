@@ -1,1 +1,0 @@
-"""Workers that have booted and wait for a place."""

@@ -1,0 +1,108 @@
+"""The user's code behind a step: whether it has run; and the clock of the run.
+
+apply (a step, or a phase, is finished) → here → the user's code, once: behind the step, and before
+the batches of the next one → checkpoint, change of the world, next step
+
+What always holds:
+1. A step, or a phase, that this worker has applied is handed over exactly once. Then the next step
+   begins. A worker that joins enters its inner loop, so what is copied has what the user's code
+   does before that loop (model.train(), for example).
+2. While the user's code runs, what it changes is half changed. Then nothing is copied.
+3. The clock runs from a worker's first step on: in shards, vote and apply, in the user's code, and
+   while the world changes. It does not run between two attempts. A ballot carries it (rank 0's), so
+   a worker that joins has the time of the last vote.
+4. A gradient that it clips is an error: the step is applied already.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from elastic_trainer.evaluate.evaluation import Evaluations
+from elastic_trainer.reduce.gradients import Gradients
+from elastic_trainer.state.layout import unpack
+from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished
+
+
+class Behind:
+    """How far the user's code behind the steps has run, on this worker."""
+
+    def __init__(self, state: LiveState, gradients: Gradients, steps_due: Callable[[], int],
+                 evaluations: Evaluations):
+        self.state, self.gradients, self._steps_due = state, gradients, steps_due
+        self.evaluations = evaluations
+        self.ticks = -1
+        """How many phases were finished when the user's code last ran behind one; -1: this worker
+        has not joined."""
+        self._has_handed_over = False
+        self.is_running = False
+        """True while the user's code runs behind a step."""
+        self._zero_at: float | None = None
+        """The time at which the run would have begun if it had trained without a break; None: the
+        clock does not run yet."""
+
+    def __repr__(self) -> str:
+        return f"<Behind tick {self.ticks} of {self.state.ticks}>"
+
+    def enter(self) -> None:
+        """Begin a generation. A newcomer does not run the code of steps that others have done."""
+        if self._zero_at is None:
+            self._zero_at = time.monotonic() - self.state.last_vote[2] / 1000
+        self.ticks = self.state.ticks
+
+    def go_back(self) -> None:
+        """Begin where the state was restored: with the steps and the clock of a checkpoint."""
+        self.ticks, self._zero_at = self.state.ticks, None
+
+    def hand_over(self) -> Iterator[Move]:
+        """Yield the step, or the phase, that was applied, unless the user's code has run behind it;
+        then the step that begins, if there is one. If a generation broke in an evaluation of that
+        code, it goes on there. Raises RuntimeError if that code clips the gradient."""
+        state, ticks = self.state, self.state.ticks
+        if -1 < self.ticks < ticks:
+            is_whole = state.phase == 0
+            if not self.is_running:
+                self._has_handed_over = self.is_running = True
+                self.evaluations.begin(state.committed - 1)
+                self.gradients.note_applied()
+                yield (Finished(state.committed - 1) if is_whole
+                       else PhaseFinished(state.committed, state.phase - 1))
+            yield from self.evaluations.serve()
+            self.gradients.check_applied()
+            if is_whole and not self.is_over():
+                yield Begun(state.committed)
+            self.is_running, self.ticks = False, ticks
+
+    def owes(self) -> bool:
+        """Return whether the user's code has not ended behind the last finished step."""
+        return -1 < self.ticks < self.state.ticks
+
+    def show_last(self) -> Iterator[Finished]:
+        """Yield the last step of a run that was finished before this worker has joined it. The
+        user's loop has begun a step that there is not, and its code behind a step runs once more.
+        What that changes in the state is put back: the last checkpoint has it already.
+
+        Costs: one copy of the state.
+        """
+        if self._has_handed_over:
+            return
+        packed = self.state.packed()
+        kept = replace(packed, tensors=[tensor.clone() for tensor in packed.tensors])
+        yield Finished(self.state.committed - 1)
+        self.state.load(unpack(kept))
+
+    def is_over(self) -> bool:
+        """Return whether all steps of the run are finished."""
+        return self.state.committed >= self._steps_due()
+
+    def is_at_begin(self) -> bool:
+        """Return whether the state is that of a step's begin: the user's code has run behind all
+        finished steps."""
+        return self.state.phase == 0 and self.ticks in (-1, self.state.ticks)
+
+    def clock_ms(self) -> int:
+        """Return for how many milliseconds the run has trained, over all attempts."""
+        return round(1000 * (time.monotonic() - self._zero_at)) if self._zero_at is not None else 0

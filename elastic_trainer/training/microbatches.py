@@ -1,0 +1,297 @@
+"""The shards of a step that this worker runs: forward and backward into the flat buffers.
+
+schedule (which samples) → here → the user's code (one batch at a time) → here → flat buffers →
+reducer
+
+What always holds:
+1. Each shard starts with the buffers, modes and extra state of the step's begin, and with its own
+   random seed.
+2. An exception of the user's code is kept for the vote: all workers stop at the same point. One
+   that the machine has caused is raised at once: the others do the step again without this worker.
+3. If the user's code writes to `.grad`, this worker runs its shards again, each with gradients of
+   its own. Nothing of them had left this worker.
+"""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from elastic_trainer.data.loader import keys_after
+from elastic_trainer.data.seeds import seed_of
+from elastic_trainer.events.trace import Trace
+from elastic_trainer.reduce.buffer_values import BufferValues
+from elastic_trainer.reduce.flat import Flat, SetsDiffer
+from elastic_trainer.reduce.gradients import CLIP, GradientsWritten
+from elastic_trainer.reduce.reducer import Reducer
+from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.names import named_buffers
+from elastic_trainer.state.supported import BUFFERS_STAY, moved_buffers, some
+from elastic_trainer.training.attributes_moved import NOT_RUN, Moved
+from elastic_trainer.training.failures import PeerFailed
+from elastic_trainer.training.job import Job
+from elastic_trainer.training.losses import require_scalar
+from elastic_trainer.training.moves import OF_THE_LOOP, Shard
+from elastic_trainer.training.scaling import Scaling
+from elastic_trainer.world.collectives import PeersLost, World
+
+
+class Shards:
+    """This worker's part of each step."""
+
+    def __init__(self, job: Job, state: LiveState, flat: Flat, reducer: Reducer, scaling: Scaling,
+                 fault_of_machine: Callable[[BaseException], str], is_broken: Callable[[], bool],
+                 trace: Trace | None = None):
+        self.job, self.state, self.flat, self.reducer = job, state, flat, reducer
+        self.scaling = scaling
+        self._fault_of_machine, self._is_broken = fault_of_machine, is_broken
+        self.trace, self._handed_ns = trace or Trace(), 0
+        self.error: BaseException | None = None
+        """What the user's code has raised in this step."""
+        self.losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
+        """Of this step's shards that this worker has run: the loss, and its samples."""
+        self.moved = Moved(state.attributes)
+        self.values = BufferValues(state.model_buffers, job.buffers, job.schedule)
+        self._is_reduced = False
+        """The sums of the step are those of all workers."""
+        self.number = -1
+        """The shard in hand; -1 where all workers do the same."""
+        self._mine = range(0)
+        """This worker's shards in its world."""
+
+    def run(
+        self, step: int, world: World, error: BaseException | None
+    ) -> Generator[Shard, None, tuple[int, int]]:
+        """Run my shards of a step into the flat buffers; returns the number and digest of my
+        samples.
+
+        `error` is one that this worker already has: then it takes part in the step without
+        computing.
+        """
+        self.trace.begin_step(step, self.state.phase)
+        self.state.begin()
+        self.flat.statistics.find_marks(self.state.buffers_before())
+        try:
+            return (yield from self._run(step, world, error))
+        except GradientsWritten:
+            # Nothing has left this worker: its shards are run again, each by itself.
+            self.flat.gradients.isolates = True
+            return (yield from self._run(step, world, error))
+
+    def _run(
+        self, step: int, world: World, error: BaseException | None
+    ) -> Generator[Shard, None, tuple[int, int]]:
+        job, samples, digest = self.job, 0, 0
+        mine = self._mine = self.reducer.begin(world)
+        self.error, self.losses = error, {}
+        self.flat.tally.clear()
+        self.moved.clear()
+        self.values.begin(step)
+        for shard in mine:
+            self._require_peers()
+            done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
+            indices = job.schedule.shard_samples(step, shard)
+            if len(indices) and self.error is None:
+                yield from self._one(
+                    step, shard, indices, world if shard == mine.stop - 1 else None
+                )
+                samples += len(indices)
+                digest += job.schedule.shard_digest(step, shard, indices)
+            done()
+        if self.flat.shards_run:
+            self.flat.add_tally(self.reducer.mine())
+            self.flat.add_modes(self.reducer.mine(), self.state.modes.changed,
+                                self.moved.mark)
+        if self.error is None:
+            with self.user_code():
+                self.state.optimizer_values.check_groups(step)
+                self.state.rates.check(step)
+                self.state.attributes.check()
+        return samples, digest
+
+    def _one(
+        self, step: int, shard: int, indices: numpy.ndarray, overlaps: World | None
+    ) -> Generator[Shard, None, None]:
+        """Hand one shard to the user's code. Its backward pass starts the network if it `overlaps`
+        with a world."""
+        self.trace.mark.enter("load", f"shard {shard}", indices)
+        with self.user_code(shard), self.trace.span("load", shard=shard):
+            batch = self._open(step, shard, indices)
+        if self.error is not None:
+            return
+        phase = f" (phase {self.job.phases[self.state.phase]})" if self.state.phases > 1 else ""
+        in_hand = Shard(
+            f"shard {shard} of step {step}{phase}",
+            batch,
+            partial(self._backward, step, shard, indices, overlaps),
+            self.flat.tally,
+        )
+        self._handed_ns = self.trace.now()
+        self.trace.mark.enter("forward", f"shard {shard}", indices)
+        self.number = shard  # if the user's loop is left here, this shard is the one in hand
+        yield in_hand
+        with self.user_code(shard):
+            in_hand.settle()
+            self._close(step, shard)
+
+    def _open(self, step: int, shard: int, indices: numpy.ndarray) -> Any:
+        job, phase = self.job, self.state.phase
+        self.state.reopen()
+        key = step, phase, shard
+        ahead = keys_after(key, job.schedule, self._mine, self.state.phases)
+        batch = job.readers.training.batch(seed_of(job.schedule, step, shard, phase), key, ahead,
+                                           self._require_peers, indices)
+        self.flat.gradients.open()
+        self.scaling.open()
+        return batch
+
+    def _require_peers(self) -> None:
+        if self._is_broken():
+            raise PeersLost("a member is gone: this step cannot pass the vote")
+
+    def _backward(self, step: int, shard: int, indices: numpy.ndarray, overlaps: World | None,
+                  loss: Any, count: Any) -> None:
+        self.trace.add("forward", self._handed_ns, shard=shard)
+        job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
+        loss = require_scalar(loss, job.words)
+        flat.gradients.check_parameters()
+        self.losses[shard] = (loss.detach(), indices)
+        flat.gradients.check_untouched()
+        self._follow_requires_grad()
+        self.scaling.check()
+        is_sum = count is not None  # it is divided when all shards have counted
+        flat.gradients.weigh_rest(1.0 if is_sum else weight)
+        before, after = self.state.buffers_before(), named_buffers(job.model)
+        if moved := moved_buffers(before, after):
+            raise RuntimeError(
+                f"forward has changed the buffers {some(moved.values())} in step {step}. "
+                f"{BUFFERS_STAY}"
+            )
+        flat.add_statistics(weight, loss, before, after, is_sum=is_sum)
+        self.values.keep(after)
+        if overlaps:
+            self.reducer.overlap(overlaps)
+        self.trace.mark.enter("backward", f"shard {shard}", indices)
+        with self.trace.span("backward", shard=shard):
+            self.scaling.backward(loss if is_sum else loss * weight)
+        flat.gradients.note_left()
+        self.values.note(named_buffers(job.model) if after else {})
+
+    def _close(self, step: int, shard: int) -> None:
+        try:
+            self.flat.close_shard()
+        except GradientsWritten as error:
+            if not self.reducer.has_sent():
+                raise
+            raise RuntimeError(
+                f"a hook, or code behind the backward pass, has changed .grad in step {step}, "
+                f'after a part of it was sent. Let a hook do so from the first batch on, or use '
+                f'reduce="exact". {CLIP}'
+            ) from error
+        self.values.check(self.state.model_buffers.adopt())
+        is_first = shard == self.job.schedule.first_shard(step)
+        self.moved.keep(f"shard {shard} of step {step}", is_first)
+        if is_first:
+            self.state.modes.keep()
+            if self.state.extra_state.modules:
+                self.state.extra_state.keep()
+
+    def _follow_requires_grad(self) -> None:
+        """Train those parameters that require a gradient now: the user's code may have changed
+        which."""
+        flat, trained = self.flat, self.flat.gradients.trained_now()
+        if trained == flat.trained:
+            return
+        if flat.shards_run:
+            names = [name for name, now, was in zip(flat.names, trained, flat.trained, strict=True)
+                     if now != was]
+            raise RuntimeError(
+                f"requires_grad of {some(names)} differs between two shards of step "
+                f"{self.state.committed}, so the gradient would depend on the number of workers. "
+                f"{self._remedy_for_changes()}")
+        self.reducer.lay_out(trained)
+
+    def reduce(self, world: World) -> None:
+        """Wait for the sum of all gradients. If workers train different parameters, all have the
+        user's error."""
+        flat, self._is_reduced = self.flat, False
+        try:
+            self.reducer.finish(world)
+            self._is_reduced = True
+        except SetsDiffer:
+            trained = [
+                name
+                for name, is_trained in zip(flat.names, flat.trained, strict=True)
+                if is_trained
+            ]
+            mine = [trained, flat.tally.names] if flat.shards_run else None
+            found = [
+                names for names in map(json.loads, world.gather_texts(json.dumps(mine))) if names
+            ]
+            self.error = self.error or RuntimeError(_difference(
+                self.state.committed, self._remedy_for_changes(), *zip(*found, strict=True)))
+
+    def share(self, from_first: Callable[[str], str], world: World) -> None:
+        """Give all workers what the step's first shard has left in attributes and extra state, and
+        all shards in buffers. Network, if there is any: one exchange each."""
+        mark = self.flat.mark_of_attributes() if world.size > 1 else self.moved.mark
+        try:
+            self.moved.share(mark if self._is_reduced else NOT_RUN, from_first)
+        except RuntimeError as error:
+            self.error = self.error or error
+        self.values.share(world)
+        self.state.extra_state.share(from_first)
+
+    def _remedy_for_changes(self) -> str:
+        words = self.job.words
+        return (f"Change it {words.behind}, or {words.inside} as a function of the step's number.")
+
+    def raise_if_failed(self, failed_rank: int, world: World) -> None:
+        """Raise an exception of the user's code on all workers, if a vote has reported one.
+
+        `failed_rank` is the first worker whose code has raised; -1: none.
+        """
+        if failed_rank < 0:
+            return
+        error = self.error
+        text = "".join(traceback.format_exception(error)) if error else ""
+        text = world.share_text(text, failed_rank)
+        self.state.restore()
+        if error:
+            raise error
+        raise PeerFailed(f"rank {failed_rank} failed in step {self.state.committed}:\n{text}")
+
+    @contextmanager
+    def user_code(self, shard: int = -1) -> Iterator[None]:
+        """Keep what the user's code raises for the vote (rule 2). No generator may yield in
+        here."""
+        self.number = shard
+        try:
+            yield
+            self.number = -1
+        except (*OF_THE_LOOP, KeyboardInterrupt):
+            self.number = -1
+            raise
+        except BaseException as error:  # sys.exit() too
+            if self._fault_of_machine(error):
+                raise
+            self.error = error
+
+
+def _difference(step: int, remedy: str, trained: Sequence[Sequence[str]],
+                logged: Sequence[Sequence[str]]) -> str:
+    """Return what differs between the workers: the parameters that each trains, or the names that
+    each logs."""
+    everything = {name for names in trained for name in names}
+    if differ := {name for name in everything if any(name not in names for names in trained)}:
+        return (f"requires_grad of {some(sorted(differ))} differs between workers in step {step}. "
+                f"{remedy}")
+    return (f"the workers log different names: {', '.join(sorted(set(map(str, logged))))}. Log the "
+            f"same names on each worker, from the first batch on.")

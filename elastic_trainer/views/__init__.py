@@ -1,0 +1,2 @@
+"""What people look at: verify, report, pages, watch, metrics and traces. Only the command line
+imports it."""

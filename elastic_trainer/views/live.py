@@ -1,0 +1,199 @@
+"""A run's story as it goes on: the sections of its page, drawn again when something has happened.
+
+event log, now.json → history, timeline, story, status → here → web, overview
+
+What always holds:
+1. It only reads, and only when somebody looks: without a reader it costs nothing.
+2. A reader asks for the sections that are newer than it has.
+3. Charts and costs of a long run take time, so they are drawn and added up for at most 1/REST and
+   1/COSTS_REST of the time. Texts and tables follow each event, whatever the number of hosts that
+   have gone.
+4. The figures are those of the report of the events so far: they end at the last event. Events
+   behind run.finished are on no account.
+5. A counter never falls, until the log is replaced. The time since the last step of a world is on
+   no counter: the next event says what it was.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.events.history import History, UntilFinished
+from elastic_trainer.events.now import Now, NowReader
+from elastic_trainer.events.segments import Reader, first_line
+from elastic_trainer.events.summary import figures_of, hosts_of
+from elastic_trainer.views import page
+from elastic_trainer.views.host_rows import host_rows
+from elastic_trainer.views.metrics import METRICS, Sample, samples
+from elastic_trainer.views.prices import Pricing, costs
+from elastic_trainer.views.sections import Sections
+from elastic_trainer.views.status import Status, fold
+from elastic_trainer.views.story import Story
+from elastic_trainer.views.timeline import Timeline
+
+REST = 50
+"""A chart that took a second is drawn again after 50 s."""
+COSTS_REST = 200
+"""Costs that took a second are added up again after 200 s. 10,000 hosts take 0.3 s."""
+LEAST_S = 0.5
+"""The log is read at most twice a second, whatever the number of readers."""
+
+TEXTS: Mapping[str, Callable[[page.Run], Element]] = {
+    "figures": page.figures, "checkpoints": page.checkpoints, "events": page.newest_events}
+CHARTS: Mapping[str, Callable[[page.Run], Element]] = {
+    "picture": page.picture, "loss": page.loss, "hosts": page.hosts, "recoveries": page.recoveries}
+
+
+class Live:
+    """A run that is being read. Threads share it."""
+
+    sections = ("figures", "picture", "fleet", "loss", "hosts", "recoveries", "checkpoints",
+                "events")
+    """In the order of the page."""
+
+    def __init__(self, run_dir: Path, prices: Pricing | None = None, *, is_copy: bool = False):
+        """`is_copy`: the folder is that of a mirror."""
+        self.run_dir, self.is_copy, self.prices = run_dir, is_copy, prices
+        self.name = run_dir.resolve().name
+        self.title = f"run {self.name}"
+        self._now_reader = NowReader(run_dir, is_copy=is_copy)
+        self._now: Now | None = None
+        self._lock = threading.Lock()
+        self._sections = Sections()
+        self._read_at = self._drawn_at = self._priced_at = self._fleet_of = -math.inf
+        self._drawing_s = self._pricing_s = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin with an empty log."""
+        self.status = Status(run=self.name)
+        self._log, self._first_line, self._was_lost = Reader(self.run_dir), "", False
+        self._history, self._gate = History(), UntilFinished()
+        self._run = page.Run(self._history, Timeline(), Story(), {})
+        self._costs: dict[str, Any] = {}
+        self._counted: dict[tuple[str, tuple[str, ...]], float] = {}
+        """The highest value of each counter so far, by its name and labels."""
+        self._last_event_at = -math.inf
+        self._are_texts_old = self._are_charts_old = self._are_costs_old = True
+
+    def newer(self, than: int) -> dict[str, Any]:
+        """Return the sections that are newer than a version, as HTML by name, and the version."""
+        with self._lock:
+            self._read()
+            self._draw()
+            return self._sections.newer(than)
+
+    def known(self) -> tuple[Status, Mapping[str, Any]]:
+        """Return the run's status, and result.json's content so far."""
+        with self._lock:
+            self._read()
+            return self.status, self._run.result
+
+    def samples(self) -> list[Sample]:
+        """Return the samples of the run's metrics."""
+        with self._lock:
+            self._read()
+            return list(self._rising(self._samples()))
+
+    def _samples(self) -> Iterator[Sample]:
+        story, history = self._run.story, self._run.history
+        newest = history.kept.get(history.next - 1)
+        moments = {
+            "last_event": self._last_event_at, "last_step": newest[3] if newest else None,
+            "last_checkpoint": story.checkpoints[-1]["time"] if story.checkpoints else None,
+            "heartbeats": self._now.time if self._now else None}
+        # In a world the books are written up to the last step. What comes next may be a pause.
+        booked = history.books if self._history.world_of is None else self._history.books
+        return samples(
+            self.status, self._run.result,
+            {f"{name}_timestamp_seconds": moment for name, moment in moments.items()
+             if moment is not None and math.isfinite(moment)},
+            {"checkpoints_total": story.published, "hosts": self._run.hosts, **story.levels},
+            booked.seconds(), host_rows(self.status, self._now), self.prices)
+
+    def _rising(self, found: Iterator[Sample]) -> Iterator[Sample]:
+        """Yield the samples; a counter has at least the value that it had."""
+        for name, labels, value in found:
+            if METRICS[name][0] == "counter":
+                key = name, tuple(labels.values())
+                value = self._counted[key] = max(value, self._counted.get(key, value))
+            yield name, labels, value
+
+    def _read(self) -> None:
+        """Take what is new."""
+        now = time.monotonic()
+        if now - self._read_at < LEAST_S and self._run.result:  # else the log could not be read
+            return
+        self._read_at, has_news, self._now = now, False, self._now_reader.read()
+        if self._is_replaced():
+            self._begin()
+        for event in self._log.events():
+            has_news = True
+            self._last_event_at = max(self._last_event_at, event["time"])
+            self.status = fold(self.status, event)
+            for part in (self._run.timeline, self._run.story):
+                part.take(event)
+            for through in self._gate.take(event):
+                self._history.read(through)
+        if has_news or not self._run.result:
+            self._are_texts_old = self._are_charts_old = self._are_costs_old = True
+            closed = self._history.closed(is_drawn=False)
+            closed.run = closed.run or self.name
+            self._run = replace(self._run, history=closed, result={
+                **figures_of(closed), "segments_left_out": self._log.left_out})
+            self.status = replace(self.status, skipped=self._log.malformed)
+        self._price()
+        self._run = replace(self._run, result={**self._run.result, **self._costs})
+
+    def _is_replaced(self) -> bool:
+        """True if the folder has the log of another run now."""
+        line = first_line(self.run_dir)
+        is_another = bool(line and self._first_line) and line != self._first_line
+        self._first_line = self._first_line or line
+        # It asks twice, because a segment may be sealed within a question. A mirror has no newest
+        # segment for a moment, so a copy must be shorter at two reads in a row.
+        is_lost = self._log.is_lost() and self._log.is_lost()
+        was_lost, self._was_lost = self._was_lost, is_lost
+        return is_another or (is_lost and (was_lost or not self.is_copy))
+
+    def _price(self) -> None:
+        """Add the costs up if they are old, and it is not too soon."""
+        now = time.monotonic()
+        if self.prices is None or not self._are_costs_old or (
+                now - self._priced_at < COSTS_REST * self._pricing_s):
+            return
+        started = time.thread_time()
+        result = {**self._run.result, "hosts": hosts_of(self._run.history)}
+        try:
+            self._costs = {"costs": costs(result, self.prices)}
+        except ConfigError as error:  # also while AWS is being asked
+            self._costs = {"costs_unknown": str(error)}
+        self._are_costs_old, self._are_texts_old = "costs" not in self._costs, True
+        self._pricing_s, self._priced_at = time.thread_time() - started, now
+
+    def _draw(self) -> None:
+        """Draw what is old."""
+        if self._are_texts_old:
+            for name, section in TEXTS.items():
+                self._sections.show(name, section(self._run))
+            self._are_texts_old = False
+        if self._fleet_of != self._read_at:  # not again for each reader
+            self._fleet_of = self._read_at
+            self._sections.show("fleet", page.fleet(
+                self.status, self._now, self.prices, time.time(), self._last_event_at))
+        now = time.monotonic()
+        if self._are_charts_old and now - self._drawn_at >= REST * self._drawing_s:
+            started = time.thread_time()
+            run = replace(self._run, history=self._history.closed())
+            for name, section in CHARTS.items():
+                self._sections.show(name, section(run))
+            self._drawing_s, self._drawn_at = time.thread_time() - started, time.monotonic()
+            self._are_charts_old = False

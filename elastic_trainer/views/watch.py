@@ -1,0 +1,370 @@
+"""Show a run: progress, the fleet, the last events, and the command that kills a worker.
+
+    elastic-trainer watch runs/NAME
+
+Where it stands: event log → Reader → status, host_rows → here: a panel, or lines if there is no
+terminal.
+
+What always holds:
+1. It only reads, so it can be started, stopped and killed at any time, during the run or later.
+   Only the key `k` acts (keys.py).
+2. A line that is being written is read when it is whole. A malformed line is left out.
+3. The terminal is as it was before, also after Ctrl-C, an exception and SIGTERM.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.segment import Segment, SegmentLines
+from rich.table import Table
+from rich.text import Text
+
+from elastic_trainer.events.history import History, UntilFinished, goodput_of
+from elastic_trainer.events.now import Now, NowReader
+from elastic_trainer.events.segments import Reader
+from elastic_trainer.events.sigterm import ended_by_sigterm
+from elastic_trainer.views import keys
+from elastic_trainer.views.host_rows import (
+    PHASE,
+    HostRow,
+    age,
+    bounded,
+    caption,
+    cells,
+    columns,
+    host_rows,
+)
+from elastic_trainer.views.prices import Pricing
+from elastic_trainer.views.status import RECENT_EVENTS, Event, Status, fold
+from elastic_trainer.wire.plain import plain
+
+if TYPE_CHECKING:
+    from elastic_trainer.views.far import FarRun
+
+REFRESH_S = 0.25
+FULL_REFRESH_S = 1.0
+"""Of the whole view: a picture of 24 lines takes 5 to 10 ms of CPU."""
+NARROW = 100
+"""A terminal of fewer columns has no room for both what a worker does and the type of its host."""
+FRAME_LINES, FRAME_COLUMNS = 2, 4
+"""Of the panel around the view."""
+HEAD_LINES = 3
+"""The heads of the hosts' columns, the count of the others, and the space above the events."""
+FEWEST_ROWS = 2
+"""Of hosts, before there is room for an event."""
+PLAIN_LINE_S = 10.0
+PLAIN_LINE_PART = 0.1
+MOST_NEWS = 1000
+"""Without a terminal, the lines that are printed at once are at most the last ones of so many."""
+FAR_KILL = ("k kills workers of this machine, and this run is read from a bucket. Call watch on "
+            "the machine of the worker.")
+TOO_SMALL = ("This terminal has no room for the workers and the question, so nothing is killed. "
+             "Enlarge it, and press k again.")
+
+
+def plain_line(status: Status, *, is_far: bool = False) -> str:
+    """Return the status in one line. Of a far run no command kills a worker from here."""
+    facts = [f"{name} {value}" for name, value in _facts(status)]
+    shows_kill = status.kill_command and status.phase == "training" and not is_far
+    kill = f"; try it: {status.kill_command}" if shows_kill else ""
+    refusal = f"; {status.refusal}" if status.refusal else ""
+    return plain(f"run {status.run}, {status.phase}: {', '.join(facts)}{refusal}{kill}")
+
+
+def panel(status: Status) -> Panel:
+    """Lay the status out for a terminal."""
+    table = Table.grid(padding=(0, 3), expand=False)
+    facts = _facts(status)
+    table.add_row(*(Text(name, style="dim") for name, _ in facts))
+    table.add_row(*(Text(value, style="bold") for _, value in facts))
+    bar = Padding(ProgressBar(total=status.steps_due or 1, completed=status.steps), 0)
+    recent = [Text(line) for line in status.recent]
+    kill = [Text(f"try it: {status.kill_command}", style="yellow")] if status.kill_command else []
+    refusal = [Text(status.refusal, style="red")] if status.refusal else []
+    title = Text(plain(f"{status.run}: {status.phase}"))
+    return Panel(Group(bar, table, *refusal, Text(), *recent, Text(), *kill),
+                 title=title, title_align="left")
+
+
+def view(watch: FullWatch, moment: float) -> Panel:
+    """Lay the run out for a whole terminal: the facts, the hosts, the events, the keys.
+
+    In a small terminal the keys and a question stay whole. Events go first, the oldest of them.
+    """
+    status, asked = watch.status, asked_lines(watch.console, watch.dialog)
+    room = max(0, watch.console.height - FRAME_LINES - len(asked))
+    facts = [*_facts(status), ("checkpoint", _checkpoint(status, moment)),
+             ("goodput", "-" if watch.goodput is None else f"{watch.goodput:.1%}")]
+    columns = Columns([Text.assemble((f"{name} ", "dim"), (value, "bold"))
+                       for name, value in facts], padding=(0, 3))
+    bar = Padding(ProgressBar(total=status.steps_due or 1, completed=status.steps), 0)
+    troubles = [it.trouble for it in (watch.far, watch.prices) if it]
+    refusal = [Text(plain(line), style="red") for line in (status.refusal, *troubles) if line]
+    head = _rendered(watch.console, bar, columns, *refusal)
+    copied = caption(watch.now)
+    free = room - len(head) - HEAD_LINES - bool(copied)
+    told = status.recent[-max(0, free - FEWEST_ROWS):] if free > FEWEST_ROWS else ()
+    rows, others = bounded(host_rows(status, watch.now), max(FEWEST_ROWS, free - len(told)))
+    more = [Text(line, style="dim") for line in (others, copied) if line]
+    recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in told]
+    body = _rendered(watch.console, _hosts(watch, rows, moment), *more, Text(), *recent)
+    lines = [*head, *body][:room]
+    return Panel(Group(SegmentLines(lines, new_lines=True), *asked),
+                 title=Text(plain(f"{status.run}: {status.phase}")), title_align="left",
+                 height=min(watch.console.height, FRAME_LINES + len(lines) + len(asked)))
+
+
+def asked_lines(console: Console, dialog: keys.Dialog) -> list[Text]:
+    """Return the lines of a dialog, broken as a terminal of this width needs it."""
+    width = max(1, console.width - FRAME_COLUMNS)
+    return [part for line in dialog.lines()
+            for part in Text(plain(line), style="yellow").wrap(console, width)]
+
+
+def is_shown_whole(console: Console, dialog: keys.Dialog) -> bool:
+    """True if a terminal has room for each choice and for the question."""
+    return len(asked_lines(console, dialog)) <= console.height - FRAME_LINES
+
+
+def _rendered(console: Console, *parts: RenderableType) -> list[list[Segment]]:
+    width = max(1, console.width - FRAME_COLUMNS)
+    return console.render_lines(Group(*parts), console.options.update(width=width, height=None))
+
+
+def _hosts(watch: FullWatch, rows: list[HostRow], moment: float) -> RenderableType:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    heads = columns(watch.status, watch.now, watch.prices)
+    if PHASE in heads and watch.console.width < NARROW:
+        heads = [name for name in heads if name != "type"]
+    for name in heads:
+        # If there is no room, the column that may wrap is cut first. Its texts do not wrap.
+        table.add_column(name, no_wrap=name != PHASE, overflow="ellipsis",
+                         min_width=10 if name == "state" else None)
+    for texts in cells(rows, heads, watch.prices, moment):
+        table.add_row(*(Text(plain(text), no_wrap=True, overflow="ellipsis") for text in texts))
+    return table
+
+
+def _checkpoint(status: Status, moment: float) -> str:
+    return "-" if status.checkpoint is None else f"{age(moment - status.checkpoint[1])} ago"
+
+
+def _facts(status: Status) -> list[tuple[str, str]]:
+    speed, eta_s = status.samples_per_s, status.eta_s
+    return [
+        ("step", f"{status.steps}/{'?' if status.steps_due is None else status.steps_due}"),
+        ("loss", "-" if status.loss is None else f"{status.loss:.4f}"),
+        ("samples/s", "-" if speed is None else f"{speed:.1f}"),
+        ("workers", f"{status.size}"),
+        ("ETA", "-" if eta_s is None else f"{int(eta_s) // 60}:{int(eta_s) % 60:02d}"),
+        ("generation", f"{status.generation}"),
+        ("attempt", f"{status.attempt}"),
+        *([("skipped lines", f"{status.skipped}")] if status.skipped else []),
+        *([("left out", ", ".join(status.left_out))] if status.left_out else []),
+    ]
+
+
+def is_line_due(printed: Status, now: Status, since_s: float, is_last: bool) -> bool:
+    """True if a line about the run is due, `since_s` after the last one.
+
+    A line is due when training begins, every 10 s, every 10 % of the run, and at its end.
+    """
+    if now == printed or (now.is_over and printed.is_over):
+        return False
+    part_steps = (now.steps_due or math.inf) * PLAIN_LINE_PART
+    begins = now.phase == "training" and printed.generation == 0
+    is_far = now.steps - printed.steps >= part_steps
+    return is_last or now.is_over or begins or is_far or since_s >= PLAIN_LINE_S
+
+
+class Watch:
+    """Show a run's progress from a thread of its own, until stop().
+
+    A terminal gets a panel at the bottom. Other outputs get a line for each event, and lines about
+    the run.
+    """
+
+    def __init__(self, run_dir: str | Path, console: Console | None = None):
+        self.console = console or Console()
+        self.status = Status(run=Path(run_dir).name)
+        self.failure: OSError | None = None
+        """Why the view has ended before stop(): the log could not be read."""
+        self._log = Reader(Path(run_dir))
+        self._printed, self._printed_at = self.status, time.monotonic()
+        # At the start the log may have many.
+        self._news: deque[str] = deque(maxlen=RECENT_EVENTS)
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._show, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Show the newest status once more, and end."""
+        self._is_stopped.set()
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Return when the run is over."""
+        while not self.status.is_over and self._thread.is_alive():
+            self._thread.join(REFRESH_S)
+
+    def _show(self) -> None:
+        try:
+            if self.console.is_terminal:
+                with Live(self.picture(), console=self.console, auto_refresh=False) as live:
+                    self._follow(lambda: self._redraw(live))
+            else:
+                self._follow(self._print_news)
+        except OSError as error:
+            self.failure = error
+
+    def _redraw(self, live: Live) -> None:
+        live.update(self.picture(), refresh=True)
+
+    def picture(self) -> Panel:
+        """Return what the terminal shows now."""
+        return panel(self.status)
+
+    def _take(self, event: Event) -> None:
+        """Take an event beside the status."""
+
+    def _follow(self, show: Callable[[], None]) -> None:
+        is_last = False
+        while True:
+            self._read()
+            show()
+            if is_last:
+                return
+            is_last = self._is_stopped.wait(REFRESH_S)
+
+    def _read(self) -> None:
+        status = self.status
+        for event in self._log.events():
+            self._take(event)
+            before, status = status, fold(status, event)
+            self._news += status.recent[-1:] if status.recent is not before.recent else ()
+        left_out = self._log.left_out
+        self._news += [f"{name} {reason}, and its events are left out."
+                       for name, reason in left_out.items() if name not in status.left_out]
+        self.status = replace(status, skipped=self._log.malformed, left_out=(*left_out,))
+
+    def _print_news(self) -> None:
+        for line in self._news:
+            self._print(line)
+        self._news = deque(maxlen=MOST_NEWS)  # the news of a bucket come all at once
+        now = time.monotonic()
+        if is_line_due(self._printed, self.status, now - self._printed_at,
+                       is_last=self._is_stopped.is_set()):
+            self._print(self._line())
+            self._printed, self._printed_at = self.status, now
+
+    def _line(self) -> str:
+        return plain_line(self.status)
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class FullWatch(Watch):
+    """The view of `elastic-trainer watch`: also the hosts, the last checkpoint and the goodput."""
+
+    def __init__(self, run_dir: str | Path, console: Console | None = None,
+                 prices: Pricing | None = None, far: FarRun | None = None):
+        super().__init__(run_dir, console)
+        self.run_dir, self.prices, self.far = Path(run_dir), prices, far
+        """`far`: the run that `run_dir` is a copy of."""
+        self.dialog = keys.Dialog()
+        self.goodput: float | None = None
+        self.now: Now | None = None
+        self._now_reader = NowReader(self.run_dir, is_copy=far is not None)
+        self._gate, self._history = UntilFinished(), History(run=self.run_dir.name)
+        self._drawn: tuple[keys.Dialog, float] = self.dialog, -math.inf
+        self._shown = self.dialog
+
+    def wait_for_keys(self) -> None:
+        """Return when the run is over or the user quits."""
+        with keys.single_keys() as descriptor:
+            while not self.status.is_over and self._thread.is_alive() and not self.dialog.quits:
+                try:
+                    typed = keys.read(descriptor, REFRESH_S)
+                except EOFError:
+                    return self.wait()
+                for key in typed:
+                    self.press(key)
+
+    def press(self, key: str) -> None:
+        """Take a key. A question is answered only when it is shown, and shown whole."""
+        if self.dialog.chosen and self._shown is not self.dialog:
+            return
+        if self.far and key == "k":
+            self.dialog = keys.Dialog(said=FAR_KILL)
+            return
+        dialog = keys.pressed(self.dialog, key, self.status.workers)
+        has_asked, asks = bool(self.dialog.chosen), bool(dialog.chosen or dialog.choices)
+        if (has_asked and not is_shown_whole(self.console, self.dialog)
+                or asks and not is_shown_whole(self.console, dialog)):
+            dialog = keys.Dialog(said=TOO_SMALL)
+        elif dialog.kills:
+            dialog = keys.Dialog(said=keys.kill(dialog.kills, self.run_dir))
+        self.dialog = dialog
+
+    def _redraw(self, live: Live) -> None:
+        """Draw after a key, at the end, and otherwise once in FULL_REFRESH_S."""
+        now, dialog = time.monotonic(), self.dialog
+        if (dialog is not self._drawn[0] or self._is_stopped.is_set()
+                or now - self._drawn[1] >= FULL_REFRESH_S):
+            self._drawn = dialog, now
+            super()._redraw(live)
+
+    def _line(self) -> str:
+        return plain_line(self.status, is_far=self.far is not None)
+
+    def picture(self) -> Panel:
+        dialog = self.dialog
+        self.goodput, self.now = goodput_of(self._history), self._now_reader.read()
+        picture = view(self, time.time())
+        self._shown = dialog
+        return picture
+
+    def _take(self, event: Event) -> None:
+        for through in self._gate.take(event):
+            self._history.read(through)
+
+
+def watch(run_dir: str | Path, console: Console | None = None,
+          prices: Pricing | None = None, far: FarRun | None = None) -> None:
+    """Show a run until it is over or the user presses `q` or Ctrl-C: `elastic-trainer watch`.
+
+    Raises OSError if the log cannot be read.
+    """
+    shown = FullWatch(run_dir, console, prices, far)
+    if far:
+        far.follow(tells=not shown.console.is_terminal)
+    with ended_by_sigterm():
+        try:
+            shown.start()
+            if shown.console.is_terminal and keys.can_read():
+                shown.wait_for_keys()
+            else:
+                shown.wait()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            shown.stop()
+    if shown.failure:
+        raise shown.failure
