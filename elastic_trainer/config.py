@@ -150,10 +150,10 @@ class Override:
 
     steps: int = 0
     """The length of the run; 0: the script's."""
-    shards: int = 0
-    """The number of shards; 0: the script's."""
+    microbatches: int = 0
+    """The number of micro-batches; 0: the script's."""
     scale: int = 1
-    """Multiplies the global batch and the number of shards."""
+    """Multiplies the global batch and the number of micro-batches."""
 
     @property
     def is_given(self) -> bool:
@@ -162,11 +162,11 @@ class Override:
     def to_environment(self) -> dict[str, str]:
         """Return the variable from which `from_environment` reads this."""
         return {"ELASTIC_TRAINER_OVERRIDE":
-                f"steps={self.steps},shards={self.shards},scale={self.scale}"}
+                f"steps={self.steps},microbatches={self.microbatches},scale={self.scale}"}
 
     @staticmethod
     def from_environment(env: Mapping[str, str]) -> Override:
-        """Read `ELASTIC_TRAINER_OVERRIDE`, e.g. "steps=12,shards=4". Raises ConfigError."""
+        """Read `ELASTIC_TRAINER_OVERRIDE`, e.g. "steps=12,microbatches=4". Raises ConfigError."""
         found: dict[str, int] = {}
         for item in filter(None, env.get("ELASTIC_TRAINER_OVERRIDE", "").split(",")):
             key, _, number = item.partition("=")

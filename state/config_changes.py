@@ -26,8 +26,8 @@ HARMLESS = frozenset({
     "training.bucket_bytes"})
 """Keys that change no bit of a step. The length may be extended."""
 NEVER = frozenset({
-    "training.global_batch", "training.shards", "training.seed", "training.order",
-    "training.drop_last", "training.min_shard_samples", "training.reduce", "run.reduce"})
+    "training.global_batch", "training.microbatches", "training.seed", "training.order",
+    "training.drop_last", "training.min_microbatch_samples", "training.reduce", "run.reduce"})
 """Keys that a run keeps for its life: the checkpoint's identity, which live_state.py compares."""
 NOTHING = "(not given)"
 

@@ -3,9 +3,9 @@
 module → here → checkpoint, newcomer, all workers
 
 What always holds:
-1. There is no arithmetic for extra state, so it has no mean over shards, unlike buffers. Each shard
-   begins with the values of the step's begin. The step ends with the values that its first shard
-   has left, in every world. With one worker and one shard this is what plain PyTorch does.
+1. There is no arithmetic for extra state, so it has no mean over micro-batches, unlike buffers. Each micro-batch
+   begins with the values of the step's begin. The step ends with the values that its first micro-batch
+   has left, in every world. With one worker and one micro-batch this is what plain PyTorch does.
 2. All workers hold these values before the vote. So a worker that rolls the step forward has them.
 3. A model without such modules costs nothing.
 
@@ -69,23 +69,23 @@ class ExtraState:
             self.load(self._before)
 
     def keep(self) -> None:
-        """Keep what the step's first shard has left. Raises TypeError if it cannot be sent."""
+        """Keep what the step's first micro-batch has left. Raises TypeError if it cannot be sent."""
         if self.modules:
             self._after = _copied(self.values())
             pack(self._after)
 
     def share(self, from_first: Callable[[str], str]) -> None:
-        """Give all workers what the first shard has left. `from_first` sends the text of the worker
+        """Give all workers what the first micro-batch has left. `from_first` sends the text of the worker
         that ran it.
 
-        Network: one allgather of these values. The text is empty if the shard has failed.
+        Network: one allgather of these values. The text is empty if the micro-batch has failed.
         """
         if self.modules:
             text = from_first(_text(pack(self._after)) if self._after is not None else "")
             self._after = _values(text) if text else None
 
     def apply(self) -> None:
-        """End a step with the values that its first shard has left."""
+        """End a step with the values that its first micro-batch has left."""
         if self._after is not None:
             self.load(self._after)
         self.forget()

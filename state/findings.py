@@ -21,7 +21,7 @@ class Findings:
         self.losses: dict[str, float] = {}
         """By the name of the phase."""
         self.sums: dict[str, tuple[float, float]] = {}
-        """Total and weight of what was logged, by name, over all shards and phases."""
+        """Total and weight of what was logged, by name, over all micro-batches and phases."""
 
     def add(self, phase: str, loss: float, sums: Mapping[str, tuple[float, float]],
             is_first: bool) -> None:

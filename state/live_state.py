@@ -132,12 +132,12 @@ class LiveState:
         self.extra_state.begin()
 
     def restore(self) -> None:
-        """Put back what shards have changed, when a step broke."""
+        """Put back what micro-batches have changed, when a step broke."""
         self.reopen()
         self.attributes.reset()
 
     def reopen(self) -> None:
-        """Put back what a forward pass has changed, before each shard. ModuleAttributes stay."""
+        """Put back what a forward pass has changed, before each micro-batch. ModuleAttributes stay."""
         self.model_buffers.reset()
         self.modes.reset()
         self.extra_state.reset()

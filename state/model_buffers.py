@@ -1,11 +1,11 @@
-"""The buffers of a model: kept at a step's begin, put back before each shard.
+"""The buffers of a model: kept at a step's begin, put back before each micro-batch.
 
-model → here → each shard's begin, checkpoint, newcomer
+model → here → each micro-batch's begin, checkpoint, newcomer
 
 What always holds:
 1. The model's buffers stay the same tensors. One that a forward pass replaces (`self.mean = …`) is
-   put back, and takes the values of its replacement at the shard's end.
-2. Each shard starts with the buffers of the step's begin.
+   put back, and takes the values of its replacement at the micro-batch's end.
+2. Each micro-batch starts with the buffers of the step's begin.
 """
 
 from __future__ import annotations

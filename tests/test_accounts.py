@@ -57,7 +57,7 @@ STORY = [
     event(12.0, "driver.host_added", host="d", slots=1), worker(12.0, "started", "d"),
     worker(12.5, "ready", "d"),
     step(12.5, 4, generation=2),
-    # A third member is one more than the batch has shards.
+    # A third member is one more than the batch has micro-batches.
     formed(12.5, 3, "change", "a/0/1", "c/0/1", "d/0/1"),
     generation(12.5, 3, 5, "memory", 0.0),
     step(13.5, 5, generation=3),
@@ -66,7 +66,7 @@ STORY = [
 
 
 def test_each_second_of_a_host_is_on_the_account_of_what_it_did() -> None:
-    """A founder, a host that is lost, a newcomer that first waits, and a member without a shard."""
+    """A founder, a host that is lost, a newcomer that first waits, and a member without a micro-batch."""
     result = summarize(STORY)
     assert {name: host["seconds"] for name, host in result["hosts"].items()} == {
         "a": {"booting": 5.0, "useful step": 6.0, "checkpoint pause": 0.2, "idle": 0.8,

@@ -146,7 +146,7 @@ def bytes_of(model: Model) -> dict[str, list[int]]:
 def run(kind: str, model: Any = None, until: int = 6, **more: Any) -> dict[str, list[int]]:
     new, rules = made(kind)
     model, rules = model or new, KINDS[kind][1](model) if model else rules
-    trainer = trainer_of(model, buffers=rules, until=f"{until} steps", min_shard_samples=2, **more)
+    trainer = trainer_of(model, buffers=rules, until=f"{until} steps", min_microbatch_samples=2, **more)
     for step in trainer:
         for batch in step:
             step.backward(mse(model, batch))
@@ -158,17 +158,17 @@ def test_one_micro_batch_leaves_the_buffers_of_a_plain_loop(kind: str) -> None:
     """Bit for bit, without a rule, and also on a worker that has not run it."""
     (ours, _), (plain, _) = made(kind), made(kind)
     torch.set_num_threads(1)
-    trained(ours, shards=1)
+    trained(ours, microbatches=1)
     optimizer = sgd(plain)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
-        seed_everything(SCHEDULE.shard_seed(step, 0))
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
+        seed_everything(SCHEDULE.microbatch_seed(step, 0))
         optimizer.zero_grad()
         mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
         optimizer.step()
     assert bytes_of(ours) == bytes_of(plain)
-    schedule = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1}))
+    schedule = Schedule(dataset_size=SIZE, **(NUMBERS | {"microbatches": 1}))
     for result in in_a_world(2, lambda rank: job(made(kind)[0], schedule=schedule)):
         assert bytes_of(result.model) == bytes_of(plain)
 
@@ -177,7 +177,7 @@ def test_one_micro_batch_leaves_the_buffers_of_a_plain_loop(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_with_a_rule_are_the_same_in_every_world(
         kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, on each worker, through generations that break in the shards and behind the
+    """To the bit, on each worker, through generations that break in the micro-batches and behind the
     vote."""
     alone, models = run(kind), [made(kind)[0] for _ in range(size)]
     points = {0: [("step.voted", 1)], 1: [("step.computed", 3), ("step.voted", 4)]}
@@ -192,9 +192,9 @@ def test_a_step_ends_with_what_the_rule_of_a_buffer_gives() -> None:
     for kind in kinds:
         model, rules = made(kind)
         lefts = []
-        for shard in range(4):
+        for microbatch in range(4):
             one = copy.deepcopy(model)
-            one(INPUT[torch.from_numpy(SCHEDULE.shard_samples(0, shard))])
+            one(INPUT[torch.from_numpy(SCHEDULE.microbatch_samples(0, microbatch))])
             lefts.append(dict(one.named_buffers()))
         trained(model, max_steps=1, buffers=rules)
         now = dict(model.named_buffers())
@@ -225,7 +225,7 @@ def test_a_buffer_without_a_rule_is_refused_when_forward_changes_it(kind: str) -
 
 
 class Later(Model):
-    """Changes a buffer in the third step only, in one shard of it, or in BatchNorm's class."""
+    """Changes a buffer in the third step only, in one micro-batch of it, or in BatchNorm's class."""
 
     def __init__(self, norm: Model | None = None) -> None:
         super().__init__()
@@ -244,9 +244,9 @@ HIDDEN: list[torch.Tensor] = []
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_buffer_that_changes_in_a_later_step_is_an_error_there(
         size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On all workers alike, before the step is applied, also if one shard alone changes it, by a
+    """On all workers alike, before the step is applied, also if one micro-batch alone changes it, by a
     write that no version counts."""
-    late = INPUT[torch.from_numpy(SCHEDULE.shard_samples(2, 3))]
+    late = INPUT[torch.from_numpy(SCHEDULE.microbatch_samples(2, 3))]
     HIDDEN[:] = [late]
     models, steps = [torch.nn.Sequential(Later(), built()) for _ in range(size)], list[int]()
 
@@ -298,7 +298,7 @@ def test_a_buffer_that_changes_behind_backward_is_an_error(replaces: bool) -> No
     """The step has taken its value there. It was lost in silence."""
     model = built(torch.nn.BatchNorm1d(8))
     with pytest.raises(RuntimeError, match=r"2\.\w+ was changed behind step\.backward\(\)"):
-        for step in trainer_of(model, min_shard_samples=2):
+        for step in trainer_of(model, min_microbatch_samples=2):
             for batch in step:
                 step.backward(mse(model, batch))
                 if replaces:

@@ -47,13 +47,13 @@ def mse(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return ((model(x) - y) ** 2).mean()
 
 
-def train(loss: Loss, *modules: torch.nn.Module, shards: int = 4, samples: int = 64) -> Trainer:
+def train(loss: Loss, *modules: torch.nn.Module, microbatches: int = 4, samples: int = 64) -> Trainer:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*modules, torch.nn.Linear(4, 8), torch.nn.Dropout(0.1),
                                 torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
     data = torch.utils.data.TensorDataset(torch.randn(samples, 4), torch.randn(samples, 1))
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), data,
-                      global_batch=16, shards=shards, until="2 steps")
+                      global_batch=16, microbatches=microbatches, until="2 steps")
     for step in trainer:
         for batch in step:
             step.backward(loss(model, batch, step.number))
@@ -158,12 +158,12 @@ def test_a_value_that_a_loop_carries_is_an_error_when_a_batch_is_computed_again(
     assert "in state" in str(raised.value) and "number of workers" in str(raised.value)
 
 
-@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, 4])
 def test_a_value_that_a_module_carries_is_an_error_when_a_batch_is_computed_again(
-        shards: int) -> None:
-    """Also with one shard a step: the other one is of the next step then."""
+        microbatches: int) -> None:
+    """Also with one micro-batch a step: the other one is of the next step then."""
     with pytest.raises(ConfigError, match="changed the attributes 0.calls"):
-        train(lambda model, batch, step: mse(model, batch), Calls(), shards=shards)
+        train(lambda model, batch, step: mse(model, batch), Calls(), microbatches=microbatches)
 
 
 def logging() -> Loss:
@@ -191,7 +191,7 @@ def test_what_no_result_depends_on_may_be_carried(loss: Callable[[], Loss]) -> N
     """Counts for a log, the default generators, the number of the step, a cache that every batch
     fills alike; and a run of one batch has no other one."""
     assert train(loss(), Cached()).result.steps == 2
-    assert train(loss(), shards=1, samples=16).result.steps == 2
+    assert train(loss(), microbatches=1, samples=16).result.steps == 2
 
 
 @pytest.mark.parametrize(("share", "is_error"), [(1e-6, False), (0.1, True)])

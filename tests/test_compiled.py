@@ -86,7 +86,7 @@ def trained(model: torch.nn.Module, **changes: Any) -> Result:
                  DATA,
                  loss=loss,
                  global_batch=8,
-                 shards=2,
+                 microbatches=2,
                  epochs=2,
                  seed=3,
                  buffers={"mean": "mean"},
@@ -193,14 +193,14 @@ NUMBERS = TensorDataset(NOISE, NOISE[:, :, 0, 0])
 
 
 def compiled_run(*before: int) -> str:
-    """Train with inductor, in shards of 16 and 17 samples, after calls with other batches."""
+    """Train with inductor, in micro-batches of 16 and 17 samples, after calls with other batches."""
     torch._dynamo.reset()
     for size in before:
         torch.compile(Conv())(NOISE[:size]).sum().backward()  # type: ignore[operator]
     model = Conv()
     fast: Any = torch.compile(model)
     trainer = Trainer(fast, torch.optim.SGD(model.parameters(), lr=0.1), NUMBERS, global_batch=33,
-                      shards=2, until="2 epochs", seed=3, precision="bf16", progress=False)
+                      microbatches=2, until="2 epochs", seed=3, precision="bf16", progress=False)
     programs = compiled.programs()
     for step in trainer:
         for x, y in step:
@@ -213,7 +213,7 @@ def compiled_run(*before: int) -> str:
 
 @pytest.mark.usefixtures("no_launcher")
 def test_inductors_bits_do_not_depend_on_the_shapes_that_a_worker_has_seen() -> None:
-    """With dropout and autocast. The warm-up compiles for each size of a shard, so that nobody
+    """With dropout and autocast. The warm-up compiles for each size of a micro-batch, so that nobody
     waits for a newcomer."""
     assert compiled_run() == compiled_run(7)
 
@@ -231,7 +231,7 @@ def test_each_shape_is_compiled_for_itself_and_too_many_are_an_error_with_the_re
     torch._dynamo.reset()
     model = Conv()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), NUMBERS, global_batch=1,
-                      shards=1, until="20 steps", progress=False)
+                      microbatches=1, until="20 steps", progress=False)
     fast: Any = torch.compile(model, backend=backend)
     with pytest.raises(Exception, match="fail_on_recompile_limit_hit") as raised:
         for step in trainer:

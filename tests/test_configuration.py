@@ -38,7 +38,7 @@ from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.world.standby import reads_otherwise
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
-TRAINING: dict[str, Any] = {"global_batch": 8, "shards": 4, "seed": 3}
+TRAINING: dict[str, Any] = {"global_batch": 8, "microbatches": 4, "seed": 3}
 
 
 def given(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Configuration:
@@ -64,13 +64,13 @@ def test_each_plain_option_is_known_and_each_object_is_refused() -> None:
             assert (list(typing.get_args(kind)) or [kind]) == expected
         if field.name in defaults:
             assert defaults[field.name] == field.default
-    assert {"loader", "best", "collate"} <= others and defaults["shards"] == 8
+    assert {"loader", "best", "collate"} <= others and defaults["microbatches"] == 8
 
 
 @pytest.mark.parametrize(("toml", "message"), [
-    ("[training]\nshard = 8", r"training\.shard, which is no option\. Did you mean shards\?"),
-    ("[training]\nshards = '8'", r"training\.shards = '8'\. Use a whole number\."),
-    ("[training]\nshards = true", r"training\.shards = True\. Use a whole number\."),
+    ("[training]\nmicrobatch = 8", r"training\.microbatch, which is no option\. Did you mean micro-batches\?"),
+    ("[training]\nmicrobatches = '8'", r"training\.micro-batches = '8'\. Use a whole number\."),
+    ("[training]\nmicrobatches = true", r"training\.micro-batches = True\. Use a whole number\."),
     ("[training]\nloader = 4", r"training\.loader, but this option is an object\. Build it in the"),
     ("[training]\nuntil = '3 weeks'", r"training\.until = '3 weeks'\. Use \"10 epochs\""),
     ("[training]\nuntil = '3 steps'\nepochs = 3", r"one length\. Leave one of them out"),
@@ -125,9 +125,9 @@ def test_a_configuration_cannot_be_changed_and_a_missing_key_names_file_and_key(
 
 def test_lengths_fit_trainer_and_train() -> None:
     """Each takes its own; the learning rate is the script's."""
-    of_epochs = Configuration({"training": {"epochs": 3, "lr": 0.1, "shards": 2}}, "run.toml")
-    assert of_epochs.training == {"until": "3 epochs", "shards": 2}
-    assert of_epochs.train == {"epochs": 3, "shards": 2}
+    of_epochs = Configuration({"training": {"epochs": 3, "lr": 0.1, "microbatches": 2}}, "run.toml")
+    assert of_epochs.training == {"until": "3 epochs", "microbatches": 2}
+    assert of_epochs.train == {"epochs": 3, "microbatches": 2}
     of_steps = Configuration({"training": {"until": "70 steps"}}, "run.toml")
     assert of_steps.training == {"until": "70 steps"} and of_steps.train == {"max_steps": 70}
     with pytest.raises(ConfigError, match="Leave one of them out"):
@@ -137,7 +137,7 @@ def test_lengths_fit_trainer_and_train() -> None:
 # --- the launcher ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("options", "message"), [
-    (["--set", "training.shard=4"], "Did you mean shards"),
+    (["--set", "training.microbatch=4"], "Did you mean microbatches"),
     (["--set", "run.worker=4"], "run.worker, which is no option. Did you mean workers"),
     (["--set", "run.workers=true"], "run.workers = True. Use a whole number"),
     (["--set", 'run.reduce="sum"'], 'run.reduce = \'sum\'. Use "exact" or "ring"'),
@@ -249,7 +249,7 @@ def test_a_value_that_the_script_does_not_read_is_remarked(
 
 # --- a run goes on --------------------------------------------------------------------------------
 
-WAS = {"training.shards": 4, "training.lr": 0.1, "model.width": 8, "training.keep_last": 3}
+WAS = {"training.microbatches": 4, "training.lr": 0.1, "model.width": 8, "training.keep_last": 3}
 
 
 @pytest.mark.parametrize(("now", "allowed", "message"), [
@@ -260,8 +260,8 @@ WAS = {"training.shards": 4, "training.lr": 0.1, "model.width": 8, "training.kee
     (WAS | {"model.width": 9}, ["training.lr"], "model.width is 8 in the run, but 9 is given. "
      "This would change the bits of the run.* --allow-change model.width, or"),
     (WAS | {"data.path": "x"}, [], r"data.path is '\(not given\)' in the run"),
-    ({}, [], "training.shards is 4 in the run, but 8"),
-    (WAS | {"training.shards": 8}, ["training.shards"], "shards is 4 .* keeps these values for"),
+    ({}, [], "training.micro-batches is 4 in the run, but 8"),
+    (WAS | {"training.microbatches": 8}, ["training.microbatches"], "micro-batches is 4 .* keeps these values for"),
     (WAS | {"training.global_batch": 8}, [], "global_batch is .*not given"),
     (WAS | {"run.reduce": "ring"}, ["run.reduce"], "keeps these values"),
 ])
@@ -294,7 +294,7 @@ def test_a_changed_value_ends_a_resumed_run_at_once_unless_it_is_allowed(
     run_of(monkeypatch, 2, 0.1, width=8)
     assert main(["checkpoints", "show", str(run_dir / "checkpoints")]) == 0
     shown = json.loads(capsys.readouterr().out)["configuration"]
-    assert shown == {"training.global_batch": 8, "training.shards": 4, "training.seed": 3,
+    assert shown == {"training.global_batch": 8, "training.microbatches": 4, "training.seed": 3,
                      "training.lr": 0.1, "training.max_steps": 2, "model.width": 8}
     with pytest.raises(ConfigError, match=r"model.width is 8 in the run, but 9 is given"):
         run_of(monkeypatch, 4, 0.1, width=9)
@@ -325,8 +325,8 @@ def test_an_allowed_learning_rate_holds_from_the_resumed_step_on(
     schedule = Schedule(dataset_size=len(DATA), epochs=2, **TRAINING)
     for step in range(5):
         optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.05
-        chosen = torch.cat([torch.as_tensor(schedule.shard_samples(step, shard))
-                            for shard in range(4)])
+        chosen = torch.cat([torch.as_tensor(schedule.microbatch_samples(step, microbatch))
+                            for microbatch in range(4)])
         optimizer.zero_grad()
         mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
         optimizer.step()

@@ -24,7 +24,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(2, 1)
 data = torch.utils.data.TensorDataset(torch.randn(16, 2), torch.randn(16, 1))
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
-trainer = Trainer(model, optimizer, data, global_batch=8, shards=2, until="4 epochs")
+trainer = Trainer(model, optimizer, data, global_batch=8, microbatches=2, until="4 epochs")
 for step in trainer:
     for x, y in step:
         step.backward((model(x) - y).square().mean())

@@ -21,7 +21,7 @@ from torch.utils.data import Subset
 from elastic_trainer import ImageFolder, Loader, Mixture, ParquetFiles, TarShards
 from elastic_trainer.data.batches import fetch
 from elastic_trainer.data.decoders import image_tensor
-from elastic_trainer.data.loader import Reader, ShardRecipe
+from elastic_trainer.data.loader import Reader, MicrobatchRecipe
 from elastic_trainer.schedule.schedule import Schedule
 
 image = pytest.importorskip("PIL.Image")
@@ -194,12 +194,12 @@ READERS: dict[str, tuple[Callable[[Path], Any], type[Exception], str]] = {
 def test_an_error_of_a_sample_names_where_it_lies(
         folder: Path, dataset: Callable[[Path], Any], kind: type[Exception], place: str,
         workers: int | None) -> None:
-    """Among the samples of a shard, here and from a loader process, with its own type and the
+    """Among the samples of a micro-batch, here and from a loader process, with its own type and the
     traceback of its origin."""
     samples = dataset(folder)
-    schedule = Schedule(dataset_size=len(samples), global_batch=len(samples), shards=1, epochs=1,
+    schedule = Schedule(dataset_size=len(samples), global_batch=len(samples), microbatches=1, epochs=1,
                         seed=0)
-    reader = Reader(samples, list, ShardRecipe(schedule),
+    reader = Reader(samples, list, MicrobatchRecipe(schedule),
                     Loader(workers=workers) if workers else None, torch.device("cpu"))
     try:
         with pytest.raises(kind) as caught:

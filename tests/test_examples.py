@@ -85,7 +85,7 @@ def test_gpt_sees_only_the_past() -> None:
 
 
 def test_gpt_needs_its_random_numbers() -> None:
-    """Dropout is on in training, so the seeds of the shards are part of the result."""
+    """Dropout is on in training, so the seeds of the micro-batches are part of the result."""
     model, windows = gpt.GPT(layers=1), torch.zeros(1, 9, dtype=torch.uint8)
     losses = []
     for seed in (1, 2, 1):
@@ -135,7 +135,7 @@ def test_digits_split_is_fixed_and_disjoint() -> None:
 
 
 def test_digits_net_reads_batches_of_any_size_and_has_statistics_to_keep() -> None:
-    """A shard may be a single image; BatchNorm's buffers change in training and not in the test."""
+    """A micro-batch may be a single image; BatchNorm's buffers change in training and not in the test."""
     model = digits.digit_net()
     for size in (1, 5):
         assert model(torch.rand(size, 1, 8, 8)).shape == (size, 10)

@@ -21,7 +21,7 @@ from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
-ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1}))
+ONE_MICROBATCH = Schedule(dataset_size=SIZE, **(NUMBERS | {"microbatches": 1}))
 
 
 class Scaled(torch.nn.Module):
@@ -58,12 +58,12 @@ def kept(model: torch.nn.Module) -> tuple[list[float], int]:
 
 
 def test_the_weights_are_plain_pytorchs_when_a_forward_pass_changes_extra_state() -> None:
-    """One worker and one shard: to the bit, and so is what the module keeps."""
+    """One worker and one micro-batch: to the bit, and so is what the module keeps."""
     model, reference = scaled(), scaled()
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    trained(model, shards=1)
-    for step in range(ONE_SHARD.steps):
-        chosen = torch.from_numpy(ONE_SHARD.shard_samples(step, 0))
+    trained(model, microbatches=1)
+    for step in range(ONE_MICROBATCH.steps):
+        chosen = torch.from_numpy(ONE_MICROBATCH.microbatch_samples(step, 0))
         optimizer.zero_grad()
         mse(reference, [INPUT[chosen], TARGET[chosen]]).backward()
         optimizer.step()
@@ -74,10 +74,10 @@ def test_the_weights_are_plain_pytorchs_when_a_forward_pass_changes_extra_state(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_extra_state_is_the_same_when_more_workers_share_the_steps(size: int) -> None:
-    """On all of them, also where none of the shards is mine: what the step's first shard has
+    """On all of them, also where none of the micro-batches is mine: what the step's first micro-batch has
     left."""
     alone = trained(scaled())
-    assert kept(alone.model)[1] == 6  # one pass a step, however many shards
+    assert kept(alone.model)[1] == 6  # one pass a step, however many microbatches
     for result in in_a_world(size, lambda rank: job(scaled())):
         assert result.weights_sha256 == alone.weights_sha256
         assert kept(result.model) == kept(alone.model)
@@ -85,8 +85,8 @@ def test_extra_state_is_the_same_when_more_workers_share_the_steps(size: int) ->
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> None:
-    """Also where the first shard itself raises; the others are not left waiting for its values."""
-    bad = int(test_loop.SCHEDULE.shard_samples(1, 0)[0])
+    """Also where the first micro-batch itself raises; the others are not left waiting for its values."""
+    bad = int(test_loop.SCHEDULE.microbatch_samples(1, 0)[0])
     models = [scaled() for _ in range(size)]
 
     def broken(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -127,7 +127,7 @@ def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None
     assert kept(taker.model) == kept(giver.model) and kept(giver.model)[1] == 1
 
 
-def test_a_successor_rolls_the_step_forward_with_the_first_shards_values() -> None:
+def test_a_successor_rolls_the_step_forward_with_the_first_microbatches_values() -> None:
     """What this process leaves for itself has them, as it has the gradient."""
     states = [
         LiveState(model, torch.optim.SGD(model.parameters(), 0.1))

@@ -320,9 +320,9 @@ def test_a_far_run_has_its_workers_as_they_were_and_the_age_of_the_copy_once(
     moment = time.time() - 20.0
     bucket.put(NOW_FILE, json.dumps({"time": moment, "workers": [
         {"worker": f"spot-host-{it:03d}:0", "host": f"spot-host-{it:03d}", "rank": it, "step": 70,
-         "phase": "training", "heard": moment - 1.5, "does": "forward", "what": "shard 2",
+         "phase": "training", "heard": moment - 1.5, "does": "forward", "what": "micro-batch 2",
          "since": moment - 4.5} for it in range(4)]}).encode())
-    facts = ("70", "1 s old", "forward 4 s: shard 2")
+    facts = ("70", "1 s old", "forward 4 s: micro-batch 2")
     with far.opened(bucket.url) as run:
         shown = FullWatch(run.folder, Console(file=io.StringIO(), width=120), far=run)
         shown._read()

@@ -115,7 +115,7 @@ def test_a_death_counts_at_once_when_the_machine_fails_or_a_child_holds_the_outp
         evicted = [e["reason"] for e in cluster.events("driver.worker_evicted")]
     assert evicted == ["machine_failed"]
     assert (logged["host"], logged["error"]) == (host(2), "EIO")
-    assert logged["shard"] >= 0
+    assert logged["microbatch"] >= 0
     assert "Input/output error, as planned" in logged["text"]
     assert gone == [(host(2), "machine_failed"), (host(0), "crashed"), (host(3), "crashed")]
     assert result["steps_redone"] <= 3
@@ -127,11 +127,11 @@ def test_the_same_error_on_a_second_host_is_the_users(tmp_path: Path) -> None:
     try."""
     schedule = Schedule(dataset_size=1003,
                         global_batch=64,
-                        shards=8,
+                        microbatches=8,
                         epochs=1000,
                         seed=3,
                         max_steps=40)
-    first = int(schedule.shard_samples(12, 5)[0])
+    first = int(schedule.microbatch_samples(12, 5)[0])
     plan = Plan().add("io_error", at="data", first=first).add("io_error", at="data", first=first)
     plan.add("io_error", at="data", first=first)
     with Cluster(tmp_path, job=FEW, plan=plan) as cluster:
@@ -139,11 +139,11 @@ def test_the_same_error_on_a_second_host_is_the_users(tmp_path: Path) -> None:
         logged = cluster.events("worker.machine_failed")
         [ended] = cluster.events("attempt.ended")
         output = (tmp_path / "output.log").read_text()
-    assert [(event["step"], event["shard"]) for event in logged] == [(12, 5), (12, 5)]
+    assert [(event["step"], event["microbatch"]) for event in logged] == [(12, 5), (12, 5)]
     assert len({event["host"] for event in logged}) == 2
     assert ended["verdict"] == "user_error" and len(cluster.fired()) == 2
     verdict = output[output.index("attempt user_error"):]
-    assert "Shard 5 of step 12 fails with EIO on" in verdict and verdict.count(
+    assert "Micro-batch 5 of step 12 fails with EIO on" in verdict and verdict.count(
         "Input/output error, as planned") >= 2
 
 

@@ -1,6 +1,6 @@
 """Which gradient a step has, whatever the user's code does with `.grad` and `requires_grad`.
 
-The yardstick is `plain`: each shard's gradient as plain PyTorch leaves it in `.grad`, weighted and
+The yardstick is `plain`: each micro-batch's gradient as plain PyTorch leaves it in `.grad`, weighted and
 added by hand.
 """
 
@@ -36,8 +36,8 @@ from elastic_trainer.world.alone import Alone
 
 Model = torch.nn.Module
 Loss = Callable[[Model, Any], torch.Tensor]
-LATE = INPUT[torch.from_numpy(Schedule(dataset_size=SIZE, **NUMBERS).shard_samples(2, 3))]
-"""A shard that the warm-up does not see, the last one of its step."""
+LATE = INPUT[torch.from_numpy(Schedule(dataset_size=SIZE, **NUMBERS).microbatch_samples(2, 3))]
+"""A micro-batch that the warm-up does not see, the last one of its step."""
 
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -51,22 +51,22 @@ def plain(model: Model,
           optimizer: torch.optim.Optimizer,
           loss: Loss,
           *,
-          shards: int = NUMBERS["shards"],
+          microbatches: int = NUMBERS["microbatches"],
           after_step: Callable[[int], None] = lambda step: None) -> Model:
-    """Train in plain PyTorch, shard after shard; a step's gradient is the weighted sum of theirs,
+    """Train in plain PyTorch, micro-batch after micro-batch; a step's gradient is the weighted sum of theirs,
     None where all are."""
-    schedule = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": shards}))
+    schedule = Schedule(dataset_size=SIZE, **(NUMBERS | {"microbatches": microbatches}))
     for step in range(schedule.steps):
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
-        for shard in range(shards):
-            chosen = torch.from_numpy(schedule.shard_samples(step, shard))
+        for microbatch in range(microbatches):
+            chosen = torch.from_numpy(schedule.microbatch_samples(step, microbatch))
             if not len(chosen):
                 continue
             model.zero_grad()
             loss(model, [INPUT[chosen], TARGET[chosen]]).backward()
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    weighted = parameter.grad * schedule.shard_weight(step, shard)
+                    weighted = parameter.grad * schedule.microbatch_weight(step, microbatch)
                     totals[parameter] = totals[
                         parameter] + weighted if parameter in totals else weighted
         for parameter in model.parameters():
@@ -88,7 +88,7 @@ def everywhere(make: Callable[[], dict[str, Any]], reduce: str = "exact") -> Mod
     """Train alone and in worlds of several sizes, and return the model; under `exact` the bits are
     the same in all.
 
-    Under `ring` they are the same on all workers of a world. Six workers share four shards: two
+    Under `ring` they are the same on all workers of a world. Six workers share four micro-batches: two
     have none.
     """
     results: list[list[Result]] = []
@@ -125,7 +125,7 @@ ZEROED: dict[str, Callable[[Model], None]] = {
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("way", ZEROED)
 def test_no_bit_is_another_when_loss_zeroes_the_gradients(way: str, reduce: str) -> None:
-    """Many do so by habit; the shards that this worker did before keep their part of the sum."""
+    """Many do so by habit; the micro-batches that this worker did before keep their part of the sum."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
         ZEROED[way](model)
         return mse(model, batch)
@@ -174,18 +174,18 @@ LOSSES = [adversarial, penalized, left_over, clipped]
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_is_plain_pytorchs_when_loss_runs_backward_passes_of_its_own(
         loss: Loss, reduce: str) -> None:
-    """What a shard leaves in `.grad` is its gradient; in a world of any size."""
+    """What a micro-batch leaves in `.grad` is its gradient; in a world of any size."""
     reference = built()
     assert_close(everywhere(lambda: job_of(built(), loss=loss), reduce),
                  plain(reference, sgd(reference), loss))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_shard(loss: Loss) -> None:
-    """One worker, one shard: there is no sum whose order could differ."""
+def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_microbatch(loss: Loss) -> None:
+    """One worker, one micro-batch: there is no sum whose order could differ."""
     model, reference = built(), built()
-    trained(model, loss=loss, shards=1)
-    plain(reference, sgd(reference), loss, shards=1)
+    trained(model, loss=loss, microbatches=1)
+    plain(reference, sgd(reference), loss, microbatches=1)
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
@@ -193,7 +193,7 @@ def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_shard(loss: Loss) -> No
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 def test_the_step_is_run_again_when_loss_first_writes_to_a_gradient_in_its_middle(
         reduce: str) -> None:
-    """The warm-up has not seen it, and other shards of the step are in the sums already."""
+    """The warm-up has not seen it, and other micro-batches of the step are in the sums already."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
         return (adversarial if torch.equal(batch[0], LATE) else mse)(model, batch)
 
@@ -221,13 +221,13 @@ def replace(parameter: torch.nn.Parameter) -> None:
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("act", [clamp, replace])
-def test_a_hook_sees_the_gradient_of_one_shard_when_it_changes_it(act: Any, reduce: str) -> None:
+def test_a_hook_sees_the_gradient_of_one_microbatch_when_it_changes_it(act: Any, reduce: str) -> None:
     """And not the sum of several, which other worlds would cut in other places."""
     model = everywhere(lambda: job_of(with_hooks(act)), reduce)
     alone, reference = with_hooks(act), with_hooks(act)
     assert not torch.equal(next(model.parameters()), next(built().parameters()))
-    trained(alone, shards=1, reduce=reduce)
-    plain(reference, sgd(reference), mse, shards=1)
+    trained(alone, microbatches=1, reduce=reduce)
+    plain(reference, sgd(reference), mse, microbatches=1)
     assert all(
         torch.equal(a, b) for a, b in zip(alone.parameters(), reference.parameters(), strict=True))
 
@@ -254,7 +254,7 @@ def test_a_hook_that_changes_a_gradient_on_its_way_is_an_error(
     everywhere(make)
 
 
-def test_a_16_bit_gradient_is_that_of_its_shard_when_loss_zeroes_the_gradients() -> None:
+def test_a_16_bit_gradient_is_that_of_its_microbatch_when_loss_zeroes_the_gradients() -> None:
     """Those gradients are no views, and never were."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
         model.zero_grad()
@@ -291,9 +291,9 @@ class Branching(Model):
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize(
     "optimizer", [adamw, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
-def test_weight_decay_and_momentum_rest_when_no_shard_has_used_a_parameter(
+def test_weight_decay_and_momentum_rest_when_no_microbatch_has_used_a_parameter(
         optimizer: Any, reduce: str) -> None:
-    """Its gradient is None then, as in plain PyTorch; a gradient of some shards only is their
+    """Its gradient is None then, as in plain PyTorch; a gradient of some micro-batches only is their
     sum."""
     model, reference = everywhere(lambda: job_of(Branching(), optimizer), reduce), Branching()
     assert_close(model, plain(reference, optimizer(reference), mse))
@@ -303,10 +303,10 @@ def test_weight_decay_and_momentum_rest_when_no_shard_has_used_a_parameter(
 
 
 def test_the_bits_are_plain_pytorchs_when_a_parameter_is_used_in_some_steps_only() -> None:
-    """One worker, one shard."""
+    """One worker, one micro-batch."""
     model, reference = Branching(), Branching()
-    trained(model, adamw(model), shards=1)
-    plain(reference, adamw(reference), mse, shards=1)
+    trained(model, adamw(model), microbatches=1)
+    plain(reference, adamw(reference), mse, microbatches=1)
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
@@ -366,7 +366,7 @@ THAWED: dict[str,
 @pytest.mark.parametrize("where", THAWED)
 def test_layers_train_as_in_plain_pytorch_when_they_are_thawed_and_frozen(where: str,
                                                                           reduce: str) -> None:
-    """In a world of any size, also on a worker that runs no shard and so never hears of it in
+    """In a world of any size, also on a worker that runs no micro-batch and so never hears of it in
     `loss`."""
     reference = deep()
     thaw(reference, 0)
@@ -378,16 +378,16 @@ def test_layers_train_as_in_plain_pytorch_when_they_are_thawed_and_frozen(where:
 
 @pytest.mark.parametrize("where", THAWED)
 def test_the_bits_are_plain_pytorchs_when_layers_are_thawed(where: str) -> None:
-    """One worker, one shard."""
+    """One worker, one micro-batch."""
     reference, made = deep(), THAWED[where]()
     thaw(reference, 0)
     plain(reference,
           adamw(reference),
           mse,
-          shards=1,
+          microbatches=1,
           after_step=lambda step: thaw(reference, step + 1))
     model = made.pop("model")
-    trained(model, made.pop("optimizer"), shards=1, **made)
+    trained(model, made.pop("optimizer"), microbatches=1, **made)
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
@@ -427,8 +427,8 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
         trainer.do(trainer.warm_up.run(is_exact=True))
         trainer.state.has_state = True
         for step in range(2):
-            samples, digest = trainer.do(trainer.shards.run(step, trainer.world, None))
-            trainer.shards.reduce(trainer.world)
+            samples, digest = trainer.do(trainer.microbatches.run(step, trainer.world, None))
+            trainer.microbatches.reduce(trainer.world)
             trainer.state.prepare()
             if step == 0:
                 trainer.end.apply(samples, digest)
@@ -469,18 +469,18 @@ def test_all_workers_raise_when_their_parameters_differ(
         in_a_world(3, lambda rank: job(**make(rank)), reduce)
 
 
-def test_two_shards_of_a_step_that_train_different_parameters_are_an_error() -> None:
+def test_two_microbatches_of_a_step_that_train_different_parameters_are_an_error() -> None:
     """Whoever runs both would have another gradient than those who share them."""
     calls = [0]
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         calls[0] += 1
-        model[0].requires_grad_(calls[0] < 7)  # four shards of the warm-up, and two of step 0
+        model[0].requires_grad_(calls[0] < 7)  # four micro-batches of the warm-up, and two of step 0
         return mse(model, batch)
 
     with pytest.raises(
             RuntimeError,
-            match=r"requires_grad of 0\.weight, 0\.bias differs between two shards of step 0"):
+            match=r"requires_grad of 0\.weight, 0\.bias differs between two micro-batches of step 0"):
         trained(built(), loss=loss)
 
 

@@ -18,7 +18,7 @@ NAME = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,8}/[0-9]/[0-9]", fullmatch=True)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
 FAULTS = st.builds(MachineFault,
                    step=st.integers(-1, 2**40),
-                   shard=st.integers(-1, 1000),
+                   microbatch=st.integers(-1, 1000),
                    kind=st.just("EIO"),
                    text=TEXT)
 ARITHMETIC = st.fixed_dictionaries({

@@ -102,14 +102,14 @@ def test_a_wish_to_stop_is_kept_when_it_comes_before_this_worker_has_joined() ->
 
 # --- the end --------------------------------------------------------------------------------------
 
-def test_the_run_ends_everywhere_when_a_worker_has_no_shard_in_the_step_that_stops_it(
+def test_the_run_ends_everywhere_when_a_worker_has_no_microbatch_in_the_step_that_stops_it(
         monkeypatch: pytest.MonkeyPatch) -> None:
     """The condition holds on every worker, and the inner loop of one has no batch."""
     models = [built() for _ in range(3)]
 
     def run(rank: int) -> tuple[str, list[int], list[int]]:
         model, steps, batches = models[rank], [], []
-        trainer = trainer_of(model, shards=2)
+        trainer = trainer_of(model, microbatches=2)
         for step in trainer:
             for batch in step:
                 step.backward(mse(model, batch))
@@ -120,7 +120,7 @@ def test_the_run_ends_everywhere_when_a_worker_has_no_shard_in_the_step_that_sto
             steps.append(step.number)
         return trainer.result.weights_sha256, steps, batches
 
-    reference = trained(built(), shards=2, max_steps=3).weights_sha256
+    reference = trained(built(), microbatches=2, max_steps=3).weights_sha256
     ended = in_a_breaking_world(monkeypatch, 3, run)
     assert [one[:2] for one in ended] == [(reference, [0, 1, 2])] * 3
     assert sorted(len(one[2]) for one in ended) == [0, 3, 3]
@@ -154,7 +154,7 @@ def test_a_wish_to_stop_is_forgotten_when_the_run_goes_back(
 
 
 def test_the_clock_of_the_intervals_counts_all_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shards, vote, apply, and the code behind the inner loop. A ballot has the time at which it
+    """Micro-batches, vote, apply, and the code behind the inner loop. A ballot has the time at which it
     was made: 20 s after the start in step 0, and each step takes 40 s."""
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
@@ -278,9 +278,9 @@ def test_a_successor_sees_what_the_step_in_flight_has_found(
 @pytest.mark.parametrize(("misuse", "error", "told"), [
     (lambda step, loss: step.backward(str(loss)), TypeError,
      r"step.backward\(\) got str. Use the mean"),
-    (lambda step, loss: None, RuntimeError, r"not called in shard 0 of step 0 \(phase g\)"),
+    (lambda step, loss: None, RuntimeError, r"not called in micro-batch 0 of step 0 \(phase g\)"),
     (lambda step, loss: (step.log(acc=(1, 1)), step.backward(loss)), RuntimeError,
-     r"acc was logged in shard 0 of step 0 \(phase g\), but the first batch logged nothing.*phase"),
+     r"acc was logged in micro-batch 0 of step 0 \(phase g\), but the first batch logged nothing.*phase"),
 ])
 def test_an_error_of_the_second_phase_ends_the_run_in_its_first_step(
         misuse: Callable[[Any, Any], Any], error: type[Exception], told: str) -> None:
@@ -313,10 +313,10 @@ def test_sums_are_those_of_all_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers in every world, and on a worker that joins between two phases."""
     model, alone = Pair(), list[Any]()
     logging(model, pair_of_steps(model), alone)
-    two = Schedule(dataset_size=SIZE, global_batch=8, shards=2, epochs=2, seed=3,
-                   min_shard_samples=2)
+    two = Schedule(dataset_size=SIZE, global_batch=8, microbatches=2, epochs=2, seed=3,
+                   min_microbatch_samples=2)
     for number, metrics, losses in alone:
-        mine = INPUT[[i for shard in range(2) for i in two.shard_samples(number, shard)]]
+        mine = INPUT[[i for microbatch in range(2) for i in two.microbatch_samples(number, microbatch)]]
         assert metrics == {"both": pytest.approx(-float(mine.sum()) / len(mine), rel=1e-5),
                            "d": pytest.approx(2 / len(mine)), "g": pytest.approx(4 / len(mine))}
         assert sorted(losses) == ["d", "g"]
@@ -353,7 +353,7 @@ def test_each_optimizer_has_a_torch_scheduler_of_its_own(run_dir: Path,
     def run(until: int) -> tuple[str, list[float]]:
         model = Pair(draws=True)
         made = optimizers(model)
-        trainer = trainer_of(model, made, shards=2, lr=of_both(made), until=f"{until} steps",
+        trainer = trainer_of(model, made, microbatches=2, lr=of_both(made), until=f"{until} steps",
                              checkpoint_every=1)
         digest, _ = adversarial(model, trainer)
         return digest, [made[name].param_groups[0]["lr"] for name in made]
@@ -380,14 +380,14 @@ def test_schedulers_give_the_same_bits_when_a_phase_breaks(monkeypatch: pytest.M
 
 
 def pair_of_steps_with(model: Pair, made: dict[str, Any], faults: list[tuple[str, int]]) -> Any:
-    return trainer_of(model, made, shards=2, lr=of_both(made), listeners=[Fault(*faults)])
+    return trainer_of(model, made, microbatches=2, lr=of_both(made), listeners=[Fault(*faults)])
 
 
 def test_an_optimizer_without_a_scheduler_keeps_its_rate() -> None:
     """The dict names those that have one."""
     model = Pair()
     made = optimizers(model)
-    adversarial(model, trainer_of(model, made, shards=2, lr={"d": StepLR(made["d"], 1, 0.5)}))
+    adversarial(model, trainer_of(model, made, microbatches=2, lr={"d": StepLR(made["d"], 1, 0.5)}))
     assert [made[name].param_groups[0]["lr"] for name in made] == [0.01 * 0.5**6, 0.05]
 
 
@@ -420,7 +420,7 @@ def test_other_schedulers_are_refused_when_the_run_goes_on(run_dir: Path) -> Non
         model = Pair()
         made = optimizers(model)
         adversarial(model, trainer_of(
-            model, made, shards=2, lr={name: of(made[name]) for name, of in schedulers.items()},
+            model, made, microbatches=2, lr={name: of(made[name]) for name, of in schedulers.items()},
             until=f"{until} steps", checkpoint_every=1, listeners=[ears]))
 
     run(2, Ears(), d=lambda one: StepLR(one, 2))

@@ -16,12 +16,12 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 from elastic_trainer import ConfigError, Loader
-from elastic_trainer.data.loader import Reader, ShardRecipe, keys_after
+from elastic_trainer.data.loader import Reader, MicrobatchRecipe, keys_after
 from elastic_trainer.data.loader_pool import LoaderKilled
 from elastic_trainer.data.transport import packed, unpacked
 from elastic_trainer.schedule.schedule import Schedule
 
-SCHEDULE = Schedule(dataset_size=50, global_batch=16, shards=4, epochs=2, seed=1)
+SCHEDULE = Schedule(dataset_size=50, global_batch=16, microbatches=4, epochs=2, seed=1)
 CPU = torch.device("cpu")
 DEADLINE_S = 60.0
 
@@ -47,7 +47,7 @@ def open_reader() -> Iterator[Callable[..., Reader]]:
 
     def make(dataset: Any, loader: Loader | None,
              collate: Callable[[list[Any]], Any] = default_collate) -> Reader:
-        reader = Reader(dataset, collate, ShardRecipe(SCHEDULE), loader, CPU)
+        reader = Reader(dataset, collate, MicrobatchRecipe(SCHEDULE), loader, CPU)
         readers.append(reader)
         return reader
 
@@ -94,8 +94,8 @@ def test_a_sample_draws_the_same_beside_other_samples() -> None:
         if i == first:
             torch.rand(5)
 
-    first, second = SCHEDULE.shard_samples(0, 0)[:2].tolist()
-    takes = [Reader(Drawn(act), default_collate, ShardRecipe(SCHEDULE), Loader(workers=0), CPU)
+    first, second = SCHEDULE.microbatch_samples(0, 0)[:2].tolist()
+    takes = [Reader(Drawn(act), default_collate, MicrobatchRecipe(SCHEDULE), Loader(workers=0), CPU)
              .take((0, 0, 0)) for act in (lambda i: None, greedy)]
     assert torch.equal(takes[0]["x"][1], takes[1]["x"][1])
     assert not torch.equal(takes[0]["x"][0], takes[1]["x"][0])
@@ -112,9 +112,9 @@ def test_stale_requests_are_dropped_and_processes_stay_when_the_world_changes(
     assert reader.pids == pids
 
 
-def test_a_new_shard_comes_first_when_all_that_was_read_ahead_is_still_wanted(
+def test_a_new_microbatch_comes_first_when_all_that_was_read_ahead_is_still_wanted(
         open_reader: Callable[..., Reader]) -> None:
-    """A worker that takes over a shard does not wait for a free place."""
+    """A worker that takes over a micro-batch does not wait for a free place."""
     reader = open_reader(Drawn(), Loader(workers=1, prefetch=3))
     reader.take((0, 0, 1), keys_after((0, 0, 1), SCHEDULE, range(1, 4), 1))
     pool: Any = reader._pool
@@ -137,8 +137,8 @@ def test_a_reader_that_is_closed_leaves_no_process(open_reader: Callable[..., Re
 
 def test_a_dropped_request_stops_at_the_next_sample(open_reader: Callable[..., Reader],
                                                     tmp_path: Path) -> None:
-    """A worker does not wait for shards that are no longer its own."""
-    stale = set(SCHEDULE.shard_samples(2, 0).tolist())
+    """A worker does not wait for micro-batches that are no longer its own."""
+    stale = set(SCHEDULE.microbatch_samples(2, 0).tolist())
 
     def wait(i: int) -> None:
         if i in stale:
@@ -178,7 +178,7 @@ def test_a_process_that_is_killed_or_frozen_is_replaced(open_reader: Callable[..
 
 def test_a_sample_that_kills_each_process_is_named(open_reader: Callable[..., Reader]) -> None:
     """A crash of the dataset's own code is not retried for ever."""
-    bad = int(SCHEDULE.shard_samples(0, 1)[2])
+    bad = int(SCHEDULE.microbatch_samples(0, 1)[2])
     reader = open_reader(Drawn(lambda i: os._exit(7) if i == bad else None), Loader(workers=2))
     reader.take((0, 0, 0))
     with pytest.raises(LoaderKilled, match=f"sample {bad} of the dataset.*exit code 7"):
@@ -188,7 +188,7 @@ def test_a_sample_that_kills_each_process_is_named(open_reader: Callable[..., Re
 def test_an_exception_names_its_sample_and_has_its_traceback(
         open_reader: Callable[..., Reader]) -> None:
     """It is the same exception as without loader processes."""
-    bad = int(SCHEDULE.shard_samples(0, 1)[2])
+    bad = int(SCHEDULE.microbatch_samples(0, 1)[2])
 
     def explode_here(i: int) -> None:
         if i == bad:
@@ -238,7 +238,7 @@ def test_all_processes_end_with_the_worker_when_it_is_killed(tmp_path: Path) -> 
     pid = os.fork()
     if pid == 0:
         try:
-            reader = Reader(Drawn(hang), default_collate, ShardRecipe(SCHEDULE),
+            reader = Reader(Drawn(hang), default_collate, MicrobatchRecipe(SCHEDULE),
                             Loader(workers=3), CPU)
             reader.take((0, 0, 0), keys_after((0, 0, 0), SCHEDULE, range(4), 1))
         finally:

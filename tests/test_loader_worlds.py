@@ -52,13 +52,13 @@ def test_each_phase_has_the_batches_that_it_would_read_itself() -> None:
     def run(workers: int) -> Any:
         pair = Pair()
         return rounds(pair, trainer_of(pair, optimizers(pair), dataset=Noisy(), clip_norm=0.5,
-                                       shards=2, loader=Loader(workers=workers)))[0]
+                                       microbatches=2, loader=Loader(workers=workers)))[0]
 
     assert run(0) == run(2)
 
 
 def test_what_a_loss_draws_does_not_depend_on_the_loader() -> None:
-    """Dropout has the seed of the shard, with a loader and without one."""
+    """Dropout has the seed of the micro-batch, with a loader and without one."""
     def dropped(model: Model, batch: Any) -> torch.Tensor:
         return mse(model, batch) * torch.rand(())
 

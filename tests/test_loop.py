@@ -28,7 +28,7 @@ from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
-from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
+from elastic_trainer.data.loader import Reader, Readers, MicrobatchRecipe
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.events.log import Events, read_events
 from elastic_trainer.events.summary import summarize
@@ -64,8 +64,8 @@ SIZE = 22
 INPUT = torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(1))
 TARGET = torch.randn(SIZE, 3, generator=torch.Generator().manual_seed(2))
 DATA = TensorDataset(INPUT, TARGET)
-NUMBERS: dict[str, Any] = {"global_batch": 8, "shards": 4, "epochs": 2, "seed": 3}
-# 3 steps an epoch; the last has 6 samples, in shards of 1, 2, 1, 2.
+NUMBERS: dict[str, Any] = {"global_batch": 8, "microbatches": 4, "epochs": 2, "seed": 3}
+# 3 steps an epoch; the last has 6 samples, in micro-batches of 1, 2, 1, 2.
 SCHEDULE = Schedule(dataset_size=SIZE, **NUMBERS)
 
 
@@ -104,7 +104,7 @@ def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = Non
     """Train in plain PyTorch, one big batch a step."""
     base = optimizer.param_groups[0]["lr"]
     for step in range(SCHEDULE.steps):
-        batch = [SCHEDULE.shard_samples(step, shard) for shard in range(SCHEDULE.shards)]
+        batch = [SCHEDULE.microbatch_samples(step, microbatch) for microbatch in range(SCHEDULE.microbatches)]
         chosen = torch.from_numpy(numpy.concatenate(batch))
         optimizer.zero_grad()
         mse(model, [INPUT[chosen], TARGET[chosen]]).backward()
@@ -140,13 +140,13 @@ class Ears:
 
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
-@pytest.mark.parametrize("shards", [1, 3, 4, 8])
-def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_shards(reduce: str,
-                                                                    shards: int) -> None:
-    """Also the short last one of an epoch, where shards are unequal or empty: every sample weighs
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 8])
+def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_microbatches(reduce: str,
+                                                                    microbatches: int) -> None:
+    """Also the short last one of an epoch, where micro-batches are unequal or empty: every sample weighs
     the same."""
     model, reference = built(), built()
-    result = trained(model, shards=shards, reduce=reduce)
+    result = trained(model, microbatches=microbatches, reduce=reduce)
     assert_close(model, by_hand(reference, sgd(reference)))
     assert (result.steps, result.samples) == (6, 2 * SIZE)
     assert result.model is model
@@ -163,7 +163,7 @@ def test_the_steps_are_plain_pytorchs_when_clip_and_rate_are_given(optimizer: Ca
                                                                                        Optimizer],
                                                                    clip_norm: float | None,
                                                                    rate: Any) -> None:
-    """The norm is that of the whole gradient, and the rate follows the step, not the shards."""
+    """The norm is that of the whole gradient, and the rate follows the step, not the micro-batches."""
     model, reference, ears = built(), built(), Ears()
     used = optimizer(model)
     base = used.param_groups[0]["lr"]
@@ -200,19 +200,19 @@ def test_nothing_is_written_when_there_is_no_run_folder(tmp_path: Path,
 
 # --- kinds of models ------------------------------------------------------------------------------
 
-def test_running_statistics_are_the_mean_over_the_shards_when_a_model_has_batch_norm() -> None:
-    """Each shard starts from the step's first values; the step's last are their mean, and it counts
+def test_running_statistics_are_the_mean_over_the_microbatches_when_a_model_has_batch_norm() -> None:
+    """Each micro-batch starts from the step's first values; the step's last are their mean, and it counts
     as one batch."""
     norm, reference = (torch.nn.BatchNorm1d(5, affine=False) for _ in range(2))
     trained(torch.nn.Sequential(norm, built()), max_steps=2)
     for step in range(2):
         means, variances = torch.zeros(5), torch.zeros(5)
-        for shard in range(SCHEDULE.shards):
+        for microbatch in range(SCHEDULE.microbatches):
             one = copy.deepcopy(reference)
-            one(INPUT[torch.from_numpy(SCHEDULE.shard_samples(step, shard))])
+            one(INPUT[torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))])
             assert one.running_mean is not None and one.running_var is not None
-            means += one.running_mean * SCHEDULE.shard_weight(step, shard)
-            variances += one.running_var * SCHEDULE.shard_weight(step, shard)
+            means += one.running_mean * SCHEDULE.microbatch_weight(step, microbatch)
+            variances += one.running_var * SCHEDULE.microbatch_weight(step, microbatch)
         assert reference.running_mean is not None and reference.running_var is not None
         reference.running_mean.copy_(means)
         reference.running_var.copy_(variances)
@@ -232,22 +232,22 @@ def test_running_statistics_of_sync_batch_norm_are_those_of_batch_norm() -> None
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_an_epoch_ends_as_it_began_when_batch_norm_meets_a_short_last_batch(size: int) -> None:
-    """Its 6 samples are 3 shards of 2, not 1, 2, 1, 2: BatchNorm raises on one. The same bits for
+    """Its 6 samples are 3 micro-batches of 2, not 1, 2, 1, 2: BatchNorm raises on one. The same bits for
     every world."""
     alone = trained(built(torch.nn.BatchNorm1d(8)))
-    schedule = Schedule(dataset_size=SIZE, **NUMBERS, min_shard_samples=2)
+    schedule = Schedule(dataset_size=SIZE, **NUMBERS, min_microbatch_samples=2)
     assert alone.steps == schedule.steps
     for result in in_a_world(size,
                              lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
         assert result.weights_sha256 == alone.weights_sha256
 
 
-def test_a_smallest_shard_that_cannot_be_computed_is_refused_at_the_start() -> None:
+def test_a_smallest_microbatch_that_cannot_be_computed_is_refused_at_the_start() -> None:
     """And not at the end of the first epoch: how small it is, what was raised, and what to
     change."""
     lines, steps = torch.utils.data.Subset(DATA, range(17)), list[int]()
     with pytest.raises(ConfigError,
-                       match="last step of each epoch has 1 sample, its smallest shard 1.*"
+                       match="last step of each epoch has 1 sample, its smallest micro-batch 1.*"
                        "Expected more than 1 value per channel.*drop_last=True or global_batch=9"
                        ) as raised:
         trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, after_step=steps.append)
@@ -258,20 +258,20 @@ def test_a_smallest_shard_that_cannot_be_computed_is_refused_at_the_start() -> N
     assert trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, max_steps=2).steps == 2
 
 
-def test_a_shard_of_one_sample_stays_when_no_module_needs_more(run_dir: Path) -> None:
-    """The rule is the job's: without BatchNorm, or where full shards have one sample, it is what it
+def test_a_microbatch_of_one_sample_stays_when_no_module_needs_more(run_dir: Path) -> None:
+    """The rule is the job's: without BatchNorm, or where full micro-batches have one sample, it is what it
     was."""
-    plain, other = (describe(job(built(), schedule=schedule))["schedule"]["min_shard_samples"]
+    plain, other = (describe(job(built(), schedule=schedule))["schedule"]["min_microbatch_samples"]
                     for schedule in (SCHEDULE,
-                                     Schedule(dataset_size=SIZE, **NUMBERS, min_shard_samples=2)))
+                                     Schedule(dataset_size=SIZE, **NUMBERS, min_microbatch_samples=2)))
     assert (plain, other) == (1, 2)
     norm = torch.nn.BatchNorm2d(3)
     assert [
-        fewest_samples(model, 8, shards) for model, shards in ((built(), 4), (norm, 4), (norm, 8))
+        fewest_samples(model, 8, microbatches) for model, microbatches in ((built(), 4), (norm, 4), (norm, 8))
     ] == [1, 2, 1]
     assert trained(built(), max_steps=2).steps == 2
-    with pytest.raises(LayoutError, match="min_shard_samples"):
-        trained(built(), min_shard_samples=2)  # its steps are others
+    with pytest.raises(LayoutError, match="min_microbatch_samples"):
+        trained(built(), min_microbatch_samples=2)  # its steps are others
 
 
 def test_the_samples_left_out_are_logged_when_the_last_batch_is_dropped(
@@ -326,7 +326,7 @@ class Flag(Model):
         return x
 
 
-def test_a_flag_is_set_when_the_model_sets_it_in_every_shard() -> None:
+def test_a_flag_is_set_when_the_model_sets_it_in_every_microbatch() -> None:
     """Buffers of truth values take part."""
     flag = Flag()
     trained(built(flag), max_steps=1, buffers={"2.used": "mean"})
@@ -355,7 +355,7 @@ class Centred(Model):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_no_bit_is_another_when_a_buffer_is_replaced_and_not_changed_in_place(size: int) -> None:
-    """Neither the warm-up's nor another shard's values remain, whoever has no shard has the same in
+    """Neither the warm-up's nor another micro-batch's values remain, whoever has no micro-batch has the same in
     the end."""
     in_place = trained(built(Centred(False)), buffers={"*": "mean"})
     models = [built(Centred(True)) for _ in range(size)]
@@ -367,7 +367,7 @@ def test_no_bit_is_another_when_a_buffer_is_replaced_and_not_changed_in_place(si
 
 def test_what_is_drawn_after_a_step_follows_from_the_step() -> None:
     """An optimizer that rounds by chance, or `after_step`, draws the same on every worker, whatever
-    its shards drew."""
+    its micro-batches drew."""
     told: list[list[tuple[float, ...]]] = []
     for more in (0, 1):
         drawn = list[tuple[float, ...]]()
@@ -386,7 +386,7 @@ def test_a_layer_stays_as_it_was_when_the_user_has_put_it_into_eval_mode() -> No
     norm = torch.nn.BatchNorm1d(8)
     model = built(norm).train()
     norm.eval()
-    trained(model, shards=2)
+    trained(model, microbatches=2)
     assert (model.training, norm.training) == (True, False)
     assert norm.running_mean is not None and torch.equal(norm.running_mean, torch.zeros(8))
 
@@ -565,8 +565,8 @@ def draws() -> tuple[float, ...]:
     return (*torch.rand(2).tolist(), random.random(), float(numpy.random.rand()))
 
 
-def test_a_shards_draws_follow_from_its_number_when_anything_was_drawn_before() -> None:
-    """Who runs it, when, and after what makes no difference: the seed is that of step and shard
+def test_a_microbatches_draws_follow_from_its_number_when_anything_was_drawn_before() -> None:
+    """Who runs it, when, and after what makes no difference: the seed is that of step and micro-batch
     (torch, random, numpy)."""
     drawn: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
 
@@ -578,9 +578,9 @@ def test_a_shards_draws_follow_from_its_number_when_anything_was_drawn_before() 
     trained(built(), dataset=TensorDataset(INPUT, TARGET, torch.arange(SIZE)), loss=loss, epochs=1)
     expected = []
     for step in range(3):
-        for shard in range(SCHEDULE.shards):
-            seed_everything(SCHEDULE.shard_seed(step, shard))
-            expected.append((tuple(SCHEDULE.shard_samples(step, shard).tolist()), draws()))
+        for microbatch in range(SCHEDULE.microbatches):
+            seed_everything(SCHEDULE.microbatch_seed(step, microbatch))
+            expected.append((tuple(SCHEDULE.microbatch_samples(step, microbatch).tolist()), draws()))
     assert drawn[-len(expected):] == expected
     assert len({numbers for _, numbers in expected}) == len(expected)
 
@@ -611,7 +611,7 @@ class Trainer(Loop):
         return result
 
     def do(self, moves: Any) -> Any:
-        """Run the loss of each shard; returns what the moves return."""
+        """Run the loss of each micro-batch; returns what the moves return."""
         assert isinstance(self.job, JobOfTrain)
         return drive(moves, self.job.model, self.job.loss, self.job.precision)
 
@@ -621,8 +621,8 @@ def rehearse_alone(whole: JobOfTrain) -> None:
     moves = rehearse(
         whole,
         Loop(whole, Launch(), Alone(), Events(None, attempt=1), "exact", Sending()).warm_up)
-    for shard in moves:
-        shard.backward(whole.loss(whole.model, shard.batch))
+    for microbatch in moves:
+        microbatch.backward(whole.loss(whole.model, microbatch.batch))
 
 
 def job(model: Model, **changes: Any) -> JobOfTrain:
@@ -632,7 +632,7 @@ def job(model: Model, **changes: Any) -> JobOfTrain:
         "extras": {}, "after_step": lambda step: None, "device": torch.device("cpu")
     }
     whole |= changes
-    reader = Reader(whole["dataset"], whole["collate"], ShardRecipe(whole["schedule"]), None,
+    reader = Reader(whole["dataset"], whole["collate"], MicrobatchRecipe(whole["schedule"]), None,
                     whole["device"])
     return JobOfTrain(readers=Readers(reader), **whole)
 
@@ -675,7 +675,7 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 def test_the_weights_are_the_same_when_more_workers_share_the_steps(size: int) -> None:
-    """Bit for bit those of one process, on every worker, also when some have no shard to run."""
+    """Bit for bit those of one process, on every worker, also when some have no micro-batch to run."""
     alone = trained(built(torch.nn.LayerNorm(8)))
     for result in in_a_world(size, lambda rank: job(built(torch.nn.LayerNorm(8)))):
         assert (result.weights_sha256, result.loss, result.samples) == (alone.weights_sha256,
@@ -717,7 +717,7 @@ def checkpointed() -> Model:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_several_times(
         size: int) -> None:
-    """Two shards then share no buffer: its sum would have the order of the passes, not that of the
+    """Two micro-batches then share no buffer: its sum would have the order of the passes, not that of the
     tree."""
     def loud(model: Model, batch: Any) -> torch.Tensor:
         # So that the step is not lost in the rounding of the weights.
@@ -731,7 +731,7 @@ def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_severa
 
 @pytest.mark.parametrize("size", [2, 6])
 def test_a_scaler_goes_along_when_more_workers_share_the_steps(size: int) -> None:
-    """Also on a worker that has no shard to run, and so has never scaled a loss."""
+    """Also on a worker that has no micro-batch to run, and so has never scaled a loss."""
     alone = trained(built(), scaler=torch.amp.GradScaler("cpu"))
     for result in in_a_world(size, lambda rank: job(built(), scaler=torch.amp.GradScaler("cpu"))):
         assert result.weights_sha256 == alone.weights_sha256
@@ -741,7 +741,7 @@ def test_a_scaler_goes_along_when_more_workers_share_the_steps(size: int) -> Non
 def test_all_stop_at_the_same_step_when_one_workers_data_is_bad(error: type[BaseException]) -> None:
     """There the user's own exception leaves, elsewhere its text; nobody applies the step."""
     schedule = Schedule(dataset_size=SIZE, **NUMBERS)
-    bad = int(schedule.shard_samples(1, 2)[0])  # rank 1 of 2 runs it
+    bad = int(schedule.microbatch_samples(1, 2)[0])  # rank 1 of 2 runs it
     models = [built(), built()]
 
     def broken(x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -791,8 +791,8 @@ def test_no_worker_applies_a_step_when_one_workers_weights_differ(size: int) -> 
     ({"reduce": "mean"}, "reduce is 'mean'"),
     ({"global_batch": 0}, "global_batch is 0"),
     ({"global_batch": 8.5}, "global_batch is 8.5"),
-    ({"shards": 9}, "shards is 9"),
-    ({"shards": 0}, "shards is 0"),
+    ({"microbatches": 9}, "micro-batches is 9"),
+    ({"microbatches": 0}, "micro-batches is 0"),
     ({"epochs": 0}, "epochs is 0"),
     ({"seed": -1}, "seed is -1"),
     ({"max_steps": 0}, "max_steps is 0"),
@@ -847,7 +847,7 @@ def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> N
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
         calls.append(1)
-        if len(calls) == 4 + 4 + 2:  # the warm-up, step 0, and in step 1 the second shard
+        if len(calls) == 4 + 4 + 2:  # the warm-up, step 0, and in step 1 the second microbatch
             raise Odd("as planned")
         return mse(model, batch)
 
@@ -920,7 +920,7 @@ def test_the_exit_code_is_that_of_a_user_error_when_a_worker_has_not_stood_ready
 @pytest.mark.parametrize("step", [0, 1, 5])
 def test_an_exception_leaves_with_its_own_type_when_a_sample_cannot_be_read(step: int) -> None:
     """Also when it is the first one of all."""
-    bad = INPUT[int(SCHEDULE.shard_samples(step, 0)[0])]
+    bad = INPUT[int(SCHEDULE.microbatch_samples(step, 0)[0])]
 
     def broken(x: torch.Tensor, y: torch.Tensor) -> Any:
         if torch.equal(x, bad):
@@ -963,7 +963,7 @@ def rich(seed: int = 0, **changes: Any) -> tuple[Result, float, Ears]:
                      clip_norm=0.5,
                      schedule=cosine(warmup_steps=2, total_steps=6),
                      listeners=[ears],
-                     **({"shards": 2} | changes))
+                     **({"microbatches": 2} | changes))
     return result, scaler.get_scale(), ears
 
 
@@ -1004,7 +1004,7 @@ def test_the_bits_are_those_of_a_straight_run_when_the_users_code_was_mended(
     with pytest.raises(Odd):
         trained(model,
                 adamw(model),
-                shards=2,
+                microbatches=2,
                 checkpoint_every=1,
                 clip_norm=0.5,
                 listeners=[published],
@@ -1217,7 +1217,7 @@ def test_no_bit_is_another_when_a_standby_has_rehearsed_a_step(
 
         monkeypatch.setattr(standby, "is_standby", lambda: is_standby)
         monkeypatch.setattr(standby, "wait_for_place", take_place)
-        return trained(model, adamw(model), shards=2).weights_sha256, drawn
+        return trained(model, adamw(model), microbatches=2).weights_sha256, drawn
 
     assert draw_and_train(True) == draw_and_train(False)
 

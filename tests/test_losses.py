@@ -30,16 +30,16 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.views.verify import verify
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
-# In shard 2 of step 1, and once more in the second epoch.
-BAD = int(SCHEDULE.shard_samples(1, 2)[0])
+# In micro-batch 2 of step 1, and once more in the second epoch.
+BAD = int(SCHEDULE.microbatch_samples(1, 2)[0])
 BAD_STEPS = [
-    step for step in range(SCHEDULE.steps) for shard in range(4)
-    if BAD in SCHEDULE.shard_samples(step, shard)
+    step for step in range(SCHEDULE.steps) for microbatch in range(4)
+    if BAD in SCHEDULE.microbatch_samples(step, microbatch)
 ]
 SPOILED = INPUT.clone()
 SPOILED[BAD, 0] = float("nan")
 DATA = TensorDataset(SPOILED, TARGET)
-SHARD = SCHEDULE.shard_samples(1, 2).tolist()
+MICROBATCH = SCHEDULE.microbatch_samples(1, 2).tolist()
 
 
 def model() -> torch.nn.Sequential:
@@ -65,28 +65,28 @@ def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 def test_the_run_ends_before_the_step_is_applied_when_its_loss_is_nan(reduce: str) -> None:
-    """With step, shard and samples in the error and in an event; weights and buffers are the last
+    """With step, micro-batch and samples in the error and in an event; weights and buffers are the last
     finished step's."""
     spoiled, reference, ears = model(), model(), Ears()
-    named = rf"the loss of step 1 is nan.* shard 2 \(samples {SHARD[0]}, {SHARD[1]}\).*skip"
+    named = rf"the loss of step 1 is nan.* micro-batch 2 \(samples {MICROBATCH[0]}, {MICROBATCH[1]}\).*skip"
     with pytest.raises(LossNotFinite, match=named):
         trained(spoiled, dataset=DATA, reduce=reduce, listeners=[ears])
     trained(reference, dataset=DATA, reduce=reduce, max_steps=1)
     assert all(torch.equal(a, b) for a, b in
                zip(spoiled.state_dict().values(), reference.state_dict().values(), strict=True))
     (said,) = ears.facts("worker.loss_not_finite")
-    assert (said["step"], said["shards"], said["samples"], said["on_nan"]) == (1, [2], [SHARD],
+    assert (said["step"], said["microbatches"], said["samples"], said["on_nan"]) == (1, [2], [MICROBATCH],
                                                                                "raise")
     assert [facts["step"] for facts in ears.facts("worker.step_committed")] == [0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_all_workers_name_the_samples_when_one_of_them_has_run_the_shard(size: int) -> None:
+def test_all_workers_name_the_samples_when_one_of_them_has_run_the_microbatch(size: int) -> None:
     """And none of them has applied the step."""
     models = [model() for _ in range(size)]
     results = in_a_world(size, lambda rank: job(models[rank], dataset=DATA))
     assert all(
-        isinstance(one, LossNotFinite) and f"shard 2 (samples {SHARD[0]}" in str(one)
+        isinstance(one, LossNotFinite) and f"micro-batch 2 (samples {MICROBATCH[0]}" in str(one)
         for one in results)
     reference = model()
     trained(reference, dataset=DATA, max_steps=1)
@@ -102,7 +102,7 @@ def test_an_infinite_loss_is_not_finite_either(kind: float) -> None:
         return mse(model, batch) + (kind if any(torch.equal(x, INPUT[BAD])
                                                 for x in batch[0]) else 0.0)
 
-    with pytest.raises(LossNotFinite, match=f"step 1 is {kind}.*shard 2"):
+    with pytest.raises(LossNotFinite, match=f"step 1 is {kind}.*micro-batch 2"):
         trained(built(), loss=loss)
 
 

@@ -384,7 +384,7 @@ def test_a_valid_message_is_accepted() -> None:
         {"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0}) == ""
     assert flaw_of_message(
         MESSAGE
-        | {"machine": {"step": -1, "shard": -1, "kind": "EIO", "text": "…"}, "error": ""}) == ""
+        | {"machine": {"step": -1, "microbatch": -1, "kind": "EIO", "text": "…"}, "error": ""}) == ""
     assert flaw_of_message({"worker": "a/0/1", "courier": "x", "number": 1, "line": "{}"}) == ""
 
 
@@ -395,7 +395,7 @@ def test_a_valid_message_is_accepted() -> None:
      ("accepted", {}), ("unreachable", "all"), ("unreachable", [1]), ("unreachable", ["x"] * 5000),
      ("arithmetic", [1]), ("arithmetic", {"program": 1}), ("time", float("nan")), ("time", "now"),
      ("error", "x" * 60_000), ("error", ["x"]), ("machine", {"step": 1}),
-     ("machine", {"step": 1, "shard": 0, "kind": "x", "text": "y", "host": "another"}),
+     ("machine", {"step": 1, "microbatch": 0, "kind": "x", "text": "y", "host": "another"}),
      ("published", 10**30), ("holds_state", 1), ("seen", ["x"]), ("hold_s", "1"), ("worker", 7),
      ("step", None), ("accepted", None), ("published", None), ("error", None), ("door", None),
      ("time", None), ("saves", None)])
@@ -504,12 +504,12 @@ def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path,
                 attempt=1,
                 step=7,
                 samples=samples,
-                shards=[*range(300_000)],
+                microbatches=[*range(300_000)],
                 error=error)
     [line] = Reader(tmp_path).lines()
     logged = parse(line)
     assert len(line) <= MAX_LINE_BYTES and logged and logged["shortened"] is True
-    assert logged["step"] == 7 and logged["shards"] == [*range(100)
+    assert logged["step"] == 7 and logged["microbatches"] == [*range(100)
                                                     ] and logged["error"].endswith("the end")
     assert heard[0]["samples"] is samples and heard[0]["error"] is error
 
@@ -537,10 +537,10 @@ def test_the_largest_honest_values_are_no_flaw() -> None:
     """A seed of 64 bits, a batch of the largest size, a loss that is NaN."""
     job = {
         "time": 1.7e9, "event": "job.described", "attempt": 1, "dataset_size": MAX_DATASET_SIZE,
-        "steps": 2**48, "global_batch": MAX_GLOBAL_BATCH, "shards": MAX_GLOBAL_BATCH,
+        "steps": 2**48, "global_batch": MAX_GLOBAL_BATCH, "microbatches": MAX_GLOBAL_BATCH,
         "seed": 2**64 - 1, "epochs": None, "max_steps": None, "reduce": "exact", "drop_last": False
     }
     assert flaw(job) == ""
-    schedule = Schedule(dataset_size=MAX_DATASET_SIZE, global_batch=2**16, shards=1, seed=2**64 - 1)
+    schedule = Schedule(dataset_size=MAX_DATASET_SIZE, global_batch=2**16, microbatches=1, seed=2**64 - 1)
     digest = schedule.batch_digests(range(1))[0]
     assert flaw(COMMITTED | {"loss": float("nan"), "digest": digest * 2**6, "step_s": 0.0}) == ""

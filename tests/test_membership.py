@@ -176,8 +176,8 @@ def test_the_attempt_is_interrupted_when_the_users_loop_was_left() -> None:
     assert f.membership.news_for(other, f.now).over == "interrupted"
 
 
-def machine(step: int = 12, shard: int = 5) -> MachineFault:
-    return MachineFault(step=step, shard=shard, kind="EIO", text=f"OSError in {shard}")
+def machine(step: int = 12, microbatch: int = 5) -> MachineFault:
+    return MachineFault(step=step, microbatch=microbatch, kind="EIO", text=f"OSError in {microbatch}")
 
 
 def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
@@ -259,11 +259,11 @@ def test_a_run_ends_when_no_worker_that_might_hold_the_state_holds_it() -> None:
 
 
 @pytest.mark.parametrize(("second", "hosts", "ends"), [
-    (machine(), "abcd", True), (machine(13), "abcd", False), (machine(shard=6), "abcd", False),
-    (machine(shard=-1), "abcd", False)])
-def test_the_same_shard_of_the_same_step_on_another_host_is_the_users_error(
+    (machine(), "abcd", True), (machine(13), "abcd", False), (machine(microbatch=6), "abcd", False),
+    (machine(microbatch=-1), "abcd", False)])
+def test_the_same_microbatch_of_the_same_step_on_another_host_is_the_users_error(
         second: MachineFault, hosts: str, ends: bool) -> None:
-    """Both tracebacks are shown. Another shard, or another step, is another machine's fault."""
+    """Both tracebacks are shown. Another micro-batch, or another step, is another machine's fault."""
     f = fleet(hosts)
     f.run()
     for host, fault in (("b", machine()), ("c", second)):

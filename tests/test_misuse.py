@@ -44,8 +44,8 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_stay_when_the_backward_pass_of_a_batch_is_done(
         change: str, isolates: bool, reduce: str, dtype: torch.dtype) -> None:
-    """A batch is a shard: its clipped gradient would be a part of the step's. Also where the loss
-    has a backward pass of its own, so that each shard has gradients of its own, and in 16 bits."""
+    """A batch is a micro-batch: its clipped gradient would be a part of the step's. Also where the loss
+    has a backward pass of its own, so that each micro-batch has gradients of its own, and in 16 bits."""
     model = built().to(dtype)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="changed .grad behind the backward pass.*clip_norm=…"):
@@ -129,9 +129,9 @@ def test_a_dataset_without_numbered_samples_is_refused_at_the_start(dataset: Any
         trainer_of(built(), dataset=dataset)
 
 
-# --- shards of one sample -------------------------------------------------------------------------
+# --- micro-batches of one sample -------------------------------------------------------------------------
 
-def test_a_batch_norm_names_the_numbers_that_work_when_shards_have_one_sample(
+def test_a_batch_norm_names_the_numbers_that_work_when_microbatches_have_one_sample(
         capsys: pytest.CaptureFixture[str]) -> None:
     """In the user's loop the error is torch's, and the line before it has the remedy. train() has
     both in one."""
@@ -140,30 +140,30 @@ def test_a_batch_norm_names_the_numbers_that_work_when_shards_have_one_sample(
 
     model = normed()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        loop(trainer_of(model, shards=8), model)
-    told = ("global_batch 8 in 8 shards gives shards of 1 sample, and a BatchNorm raises on one "
-            "value per channel. Use shards=4 or global_batch=16.")
+        loop(trainer_of(model, microbatches=8), model)
+    told = ("global_batch 8 in 8 micro-batches gives micro-batches of 1 sample, and a BatchNorm raises on one "
+            "value per channel. Use microbatches=4 or global_batch=16.")
     assert told in capsys.readouterr().err
     with pytest.raises(ConfigError, match=told):
-        trained(normed(), shards=8)
-    for works in ({"shards": 4}, {"shards": 8, "global_batch": 16}):
+        trained(normed(), microbatches=8)
+    for works in ({"microbatches": 4}, {"microbatches": 8, "global_batch": 16}):
         model = normed()
         loop(trainer_of(model, **works), model)
 
 
 @pytest.mark.parametrize(("numbers", "remedy"), [
     ((17, 8, 4, 2), "Use drop_last=True or global_batch=9."),
-    ((21, 8, 4, 1), "Use drop_last=True, shards=2 or global_batch=11."),
-    ((22, 8, 4, 1), "Use drop_last=True, min_shard_samples=2, shards=3 or global_batch=11."),
-    ((5, 8, 8, 1), "Use shards=3 or global_batch=17."),
+    ((21, 8, 4, 1), "Use drop_last=True, microbatches=2 or global_batch=11."),
+    ((22, 8, 4, 1), "Use drop_last=True, min_microbatch_samples=2, microbatches=3 or global_batch=11."),
+    ((5, 8, 8, 1), "Use microbatches=3 or global_batch=17."),
     ((1, 8, 4, 1), "Use another dataset."),
 ])
 def test_each_number_that_a_remedy_names_works(numbers: tuple[int, ...], remedy: str) -> None:
-    """Samples of the dataset, global batch, shards, fewest samples of a shard."""
-    size, batch, shards, fewest = numbers
-    schedule = Schedule(dataset_size=size, global_batch=batch, shards=shards, seed=0,
-                        min_shard_samples=fewest)
-    assert schedule.smallest_shard == 1 and remedy_for(schedule, 2) == remedy
+    """Samples of the dataset, global batch, micro-batches, fewest samples of a micro-batch."""
+    size, batch, microbatches, fewest = numbers
+    schedule = Schedule(dataset_size=size, global_batch=batch, microbatches=microbatches, seed=0,
+                        min_microbatch_samples=fewest)
+    assert schedule.smallest_microbatch == 1 and remedy_for(schedule, 2) == remedy
 
 
 # --- before this worker has joined ----------------------------------------------------------------

@@ -102,19 +102,19 @@ def run(model: Any, change: Callable[[Any, int], Any], until: int = 6, **more: A
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_resumed_run_has_the_attributes_that_were_changed_behind_a_step(
         name: str, tmp_path: Path) -> None:
-    """The bits are those of a run without a break, and with one shard those of a plain loop."""
+    """The bits are those of a run without a break, and with one micro-batch those of a plain loop."""
     change = CHANGES[name]
     torch.set_num_threads(1)
-    straight = run(scaled(), change, shards=1)
-    run(scaled(), change, 3, shards=1, run_dir=tmp_path)
-    assert run(scaled(), change, shards=1, run_dir=tmp_path) == straight
+    straight = run(scaled(), change, microbatches=1)
+    run(scaled(), change, 3, microbatches=1, run_dir=tmp_path)
+    assert run(scaled(), change, microbatches=1, run_dir=tmp_path) == straight
     ours, plain = scaled(), scaled()
-    run(ours, change, shards=1)
+    run(ours, change, microbatches=1)
     optimizer = sgd(plain)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
-        seed_everything(SCHEDULE.shard_seed(step, 0))
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
+        seed_everything(SCHEDULE.microbatch_seed(step, 0))
         optimizer.zero_grad()
         mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
         optimizer.step()
@@ -122,13 +122,13 @@ def test_a_resumed_run_has_the_attributes_that_were_changed_behind_a_step(
     assert all(torch.equal(byte_view(one), byte_view(other))
                for one, other in zip(ours.parameters(), plain.parameters(), strict=True))
     assert plain_attributes(ours) == plain_attributes(plain)
-    assert straight != run(scaled(), lambda *_: None, shards=1)
+    assert straight != run(scaled(), lambda *_: None, microbatches=1)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 def test_attributes_that_are_changed_behind_a_step_are_the_same_in_every_world(
         size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also through a generation that breaks, in the shards and behind the vote."""
+    """Also through a generation that breaks, in the micro-batches and behind the vote."""
     alone, points = run(scaled(), CHANGES["a temperature"]), {
         0: [("step.voted", 1)], 1: [("step.computed", 3)]}
     models = [scaled() for _ in range(size)]
@@ -157,7 +157,7 @@ def to_a_cache(model: Any, step: Any) -> None:
 @pytest.mark.parametrize("act", [by_step, by_numpy, to_a_cache])
 def test_what_the_inner_loop_sets_alike_for_each_batch_is_that_of_every_worker(
         act: Callable[..., None], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a worker that has no shard: what the step's first shard has left."""
+    """Also of a worker that has no micro-batch: what the step's first micro-batch has left."""
     def work(model: Any, *listeners: Any) -> tuple[str, list[Any]]:
         trainer, seen = trainer_of(model, listeners=listeners), list[Any]()
         for step in trainer:
@@ -313,7 +313,7 @@ def test_a_newcomer_has_the_attributes_when_it_has_received_the_state() -> None:
 
 
 def test_a_successor_goes_on_with_the_attributes_of_the_step_in_flight() -> None:
-    """Those of its begin for a step that is done again, with what its shards have left for one that
+    """Those of its begin for a step that is done again, with what its micro-batches have left for one that
     is prepared."""
     before, after = (ModuleAttributes(scaled()) for _ in range(2))
     module = before._model[2]  # type: ignore[index]

@@ -44,7 +44,7 @@ def written(at: float, **facts: Any) -> dict[str, Any]:
     return now_of(roster(**facts), at, DAY_S + at)
 
 
-def at(for_s: float, what: str = "shard 2, 32 samples from 64") -> At:
+def at(for_s: float, what: str = "micro-batch 2, 32 samples from 64") -> At:
     return At(phase="forward", what=what, for_s=for_s, step=7, waits_s=0.0,
               usual_s=1.0, own_s=0.5, steps=7)
 
@@ -62,7 +62,7 @@ def test_a_reader_gets_what_the_driver_knows() -> None:
 
 
 def test_a_row_has_what_a_loop_does_and_how_long_if_that_takes_long() -> None:
-    """A phase in a word; one that has lasted for 3 s with its time and its shard. The time since
+    """A phase in a word; one that has lasted for 3 s with its time and its micro-batch. The time since
     the last heartbeat counts: a frozen worker is in its last phase. Of several workers on a host
     the row has the one that has been in its phase for the longest time."""
     def shown(*worker_at: At | None, phase: str = "training", silent_s: float = 0.0) -> str:
@@ -80,7 +80,7 @@ def test_a_row_has_what_a_loop_does_and_how_long_if_that_takes_long() -> None:
         return dict(zip(columns(status, now, None), texts, strict=True))["phase"]
 
     assert shown(at(2.0)) == "forward"
-    assert shown(at(2.0), silent_s=2.0) == "forward 4 s: shard 2, 32 samples from 64"
+    assert shown(at(2.0), silent_s=2.0) == "forward 4 s: micro-batch 2, 32 samples from 64"
     assert shown(at(70.0, what="")) == "forward 1 min"
     assert shown(at(5.0, what="x" * 50_000)) == f"forward 5 s: {'x' * MOST_WHAT}"
     assert shown(at(1.0, what="a"), at(9.0, what="b")) == "forward 9 s: b"
@@ -99,7 +99,7 @@ def test_the_file_is_written_only_if_a_view_would_show_something_else() -> None:
     assert is_due(written(101.0, heard_at=101.0), busy)
     assert not is_due(busy, written(101.6, heard_at=101.0, does=at(6.2)))
     assert is_due(busy, written(101.9, heard_at=101.0, does=at(6.2)))
-    assert is_due(busy, written(101.6, heard_at=101.0, does=at(6.2, what="shard 3")))
+    assert is_due(busy, written(101.6, heard_at=101.0, does=at(6.2, what="micro-batch 3")))
 
 
 @pytest.mark.parametrize("text", [

@@ -35,13 +35,13 @@ LENGTHS = [7 * i % 100 for i in range(103)]
 
 
 def schedule_of(order: Any, size: int = 103, **more: Any) -> Schedule:
-    given: dict[str, Any] = {"global_batch": 10, "shards": 4, "epochs": 3, "seed": 5}
+    given: dict[str, Any] = {"global_batch": 10, "microbatches": 4, "epochs": 3, "seed": 5}
     return Schedule(dataset_size=order.epoch_size(size), order=order, **(given | more))
 
 
 def batch_of(schedule: Schedule, step: int) -> list[int]:
-    return [int(sample) for shard in range(schedule.shards)
-            for sample in schedule.shard_samples(step, shard)]
+    return [int(sample) for microbatch in range(schedule.microbatches)
+            for sample in schedule.microbatch_samples(step, microbatch)]
 
 
 def epoch_of(schedule: Schedule, epoch: int) -> list[int]:
@@ -73,15 +73,15 @@ def test_an_order_is_the_same_on_every_machine(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_digests_of_shards_add_up_to_those_of_batches_and_epochs(name: str) -> None:
+def test_digests_of_microbatches_add_up_to_those_of_batches_and_epochs(name: str) -> None:
     """So a vote proves that each position counts once, and verify needs no table."""
     schedule = schedule_of(ORDERS[name])
     facts = {"order": name, "order_sha256": "ab"}
     told = Schedule(dataset_size=schedule.dataset_size, order=known_by(facts), global_batch=10,
-                    shards=4, epochs=3, seed=5)
+                    microbatches=4, epochs=3, seed=5)
     for step in (0, 10, 11, 32):
-        digest = sum(schedule.shard_digest(step, shard, schedule.shard_samples(step, shard))
-                     for shard in range(4))
+        digest = sum(schedule.microbatch_digest(step, microbatch, schedule.microbatch_samples(step, microbatch))
+                     for microbatch in range(4))
         assert digest == schedule.batch_digest(step) == told.batch_digest(step)
     assert told.batch_digests(range(3)) == [schedule.batch_digest(step) for step in range(3)]
 

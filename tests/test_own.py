@@ -45,7 +45,7 @@ torch.manual_seed(0)
 dataset = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
 model = torch.nn.Linear(4, 1)
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), dataset, global_batch=16,
-                  shards=2, until=sys.argv[1], run_dir="alone", checkpoint_every=2)
+                  microbatches=2, until=sys.argv[1], run_dir="alone", checkpoint_every=2)
 for step in trainer:
     for x, y in step:
         step.backward(F.mse_loss(model(x), y))

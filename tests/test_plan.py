@@ -21,7 +21,7 @@ from elastic_trainer.commands.command import main
 from elastic_trainer.config import ConfigError, Launch, Limits
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.summary import summarize
-from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question, bounds, shards_for
+from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question, bounds, microbatches_for
 from elastic_trainer.rehearse.costs import (
     Costs,
     costs_of,
@@ -52,9 +52,9 @@ from elastic_trainer.training.timing import Timing
 DATA = Path(__file__).parent / "data"
 COSTS = Costs(loss_s=(2.0,), change_s=(1.0,), boot_s=(10.0,), first_boot_s=(10.0,),
               restart_boot_s=(10.0,), standby_s=(0.5,), give_up_s=(7.0,), enter_s=(3.0,),
-              listed_s=(0.0,), checkpoint_s=0.0, publish_s=(5.0,), shards=8, shard_s=0.5,
+              listed_s=(0.0,), checkpoint_s=0.0, publish_s=(5.0,), microbatches=8, microbatch_s=0.5,
               grow_s=0.0)
-POLICY = Policy(shards=8, checkpoint=Cadence(seconds=100.0), first=4)
+POLICY = Policy(microbatches=8, checkpoint=Cadence(seconds=100.0), first=4)
 BOOTED = 13.0
 """Boot and entering."""
 
@@ -92,7 +92,7 @@ def after(*changes: Change, seconds: float = 1013.0, costs: Costs = COSTS,
 # --- the model ------------------------------------------------------------------------------------
 
 def test_an_undisturbed_run_loses_only_its_checkpoints() -> None:
-    """Four workers own two shards each, so a step takes a second."""
+    """Four workers own two micro-batches each, so a step takes a second."""
     alone = after()
     assert (alone.goodput, alone.steps, alone.attempts) == (pytest.approx(1.0),
                                                             pytest.approx(1000.0), 1)
@@ -251,7 +251,7 @@ def test_costs_are_those_of_the_log() -> None:
     assert costs.boot_s == costs.first_boot_s == costs.restart_boot_s == (4.0,)
     assert costs.give_up_s == (2.0,)
     assert (costs.checkpoint_s, costs.publish_s) == (0.05, (0.3,))
-    assert (costs.shards, costs.batch, costs.fixed_s, costs.shard_s) == (2, 8, 0.0, 1.0)
+    assert (costs.microbatches, costs.batch, costs.fixed_s, costs.microbatch_s) == (2, 8, 0.0, 1.0)
     assert "loss_s" in costs.measured and "change_s" not in costs.measured
 
 
@@ -298,10 +298,10 @@ def test_costs_of_several_runs_are_drawn_from_all_of_them(tmp_path: Path) -> Non
     later = [one | {"time": one["time"] + 5000.0} for one in RUN]
     for name in names:
         assert getattr(costs_of([*RUN, *later]), name) == 2 * getattr(once, name)
-    for name, shards in ("a", 2), ("b", 4):
+    for name, microbatches in ("a", 2), ("b", 4):
         (tmp_path / name).mkdir()
         (tmp_path / name / "events.jsonl").write_text("".join(
-            json.dumps(one | {"shards": shards} if "shards" in one else one) + "\n"
+            json.dumps(one | {"microbatches": microbatches} if "microbatches" in one else one) + "\n"
             for one in RUN))
     assert read_costs([tmp_path / "a"] * 2).publish_s == 2 * once.publish_s
     with pytest.raises(ConfigError, match="Name runs of one script"):
@@ -309,12 +309,12 @@ def test_costs_of_several_runs_are_drawn_from_all_of_them(tmp_path: Path) -> Non
 
 
 def test_the_time_of_a_step_is_fitted_over_the_worlds() -> None:
-    """Worlds of 1, 2 and 4 own 8, 4 and 2 of 8 shards."""
+    """Worlds of 1, 2 and 4 own 8, 4 and 2 of 8 micro-batches."""
     exact = {size: [0.3 + 0.1 * 8 / size] * 5 for size in (1, 2, 4)}
     assert fitted(exact, 8) == (pytest.approx(0.3), pytest.approx(0.1))
     assert fitted({4: [0.5, 0.5]}, 8) == (0.0, pytest.approx(0.25))
     assert fitted({1: [0.1], 4: [1.0]}, 8)[1] == 0.0
-    assert Costs(shards=8, fixed_s=0.3, shard_s=0.1).step_s(
+    assert Costs(microbatches=8, fixed_s=0.3, microbatch_s=0.1).step_s(
         np.array([4, 3]), 16) == pytest.approx([0.3 + 4 * 0.05, 0.3 + 6 * 0.05])
 
 
@@ -323,7 +323,7 @@ def test_the_interval_of_checkpoints_is_that_of_the_run() -> None:
     assert interval_of([(50, 1.0), (100, 2.0), (133, 2.5), (150, 3.0), (200, 4.0)]) == "50"
     assert interval_of([(48, 10.0), (101, 20.0), (149, 30.0), (203, 40.0)]) == "10s"
     assert interval_of([(50, 1.0), (100, 2.0)]) == ""
-    told = event(0.0, "job.described", shards=8, global_batch=8, checkpoint_every="auto")
+    told = event(0.0, "job.described", microbatches=8, global_batch=8, checkpoint_every="auto")
     assert costs_of([told]).interval == "auto"
     for text in ("auto", "50", "30s", "1.5s", "0.5%"):
         assert str(Cadence.parse(text)) == text
@@ -332,7 +332,7 @@ def test_the_interval_of_checkpoints_is_that_of_the_run() -> None:
 def test_the_time_between_steps_is_no_useful_time() -> None:
     """It lowers goodput, as in the report."""
     slow = [event(0.0, "job.described", **{
-        "dataset_size": 80, "global_batch": 8, "shards": 8, "seed": 0}),
+        "dataset_size": 80, "global_batch": 8, "microbatches": 8, "seed": 0}),
         *(step(2.0 * number, number) | {"size": 4} for number in range(10))]
     costs = costs_of(slow)
     assert costs.between_s == 1.0
@@ -351,7 +351,7 @@ def forecasts(name: str, costs: Costs) -> list[Outcome]:
     events = recorded(name)
     costs = replace(costs, first_boot_s=costs_of(events).first_boot_s)  # then the clock starts
     fleet = of_rows(read_trace(DATA / "replays" / f"{name}.csv", may_end_empty=True))
-    policy = Policy(shards=costs.shards, checkpoint=Cadence.parse(costs.interval), first=1,
+    policy = Policy(microbatches=costs.microbatches, checkpoint=Cadence.parse(costs.interval), first=1,
                     standby=False)
     wall_s = summarize(events)["wall_s"]
     return [simulate(fleet, costs, policy, wall_s, seed) for seed in range(20)]
@@ -458,12 +458,12 @@ def advice(fleet: Fleet, policy: Policy = POLICY, hours: float = 50.0, seeds: in
 
 
 def test_each_question_takes_the_choice_that_is_cheapest() -> None:
-    """One shard a host leaves half the fleet idle as soon as one host is lost. A spare host, or
-    other shards, mend that. The cheap pool is the better one."""
+    """One micro-batch a host leaves half the fleet idle as soon as one host is lost. A spare host, or
+    other micro-batches, mend that. The cheap pool is the better one."""
     dear = Pool(name="dear", hosts=8, price=2.0, loss=0.5)
     cheap = Pool(name="cheap", hosts=8, price=1.0, loss=0.5, crash=0.2, zero=0.05)
-    found = advice(Fleet(pools=(dear, cheap)), replace(POLICY, shards=16, standby=False))
-    assert found["shards"].best.name != "16 shards"
+    found = advice(Fleet(pools=(dear, cheap)), replace(POLICY, microbatches=16, standby=False))
+    assert found["microbatches"].best.name != "16 microbatches"
     assert found["spare hosts"].best.name == "17 hosts"
     assert found["pools"].best.name == "cheap alone"
     assert found["standbys"].best.name == "one a host"
@@ -490,7 +490,7 @@ def test_a_month_of_a_thousand_hosts_is_rehearsed(capsys: pytest.CaptureFixture[
     assert found["seconds"] == 30 * 86_400 and found["hosts"] == 1000
     assert found["forecast"]["changes"] > 3000 and 0.9 < found["forecast"]["goodput"][1] < 1.0
     assert set(found["advice"]) == set(found["questions"]) == {
-        "checkpoint_every", "shards", "standbys", "spare hosts", "pools"}
+        "checkpoint_every", "microbatches", "standbys", "spare hosts", "pools"}
 
 
 def test_the_table_has_each_choice_and_a_sentence_for_each_question(
@@ -501,20 +501,20 @@ def test_the_table_has_each_choice_and_a_sentence_for_each_question(
                  "--seeds", "3", "--checkpoint-every", "20s", "--batch", "64"]) == 0
     output = capsys.readouterr().out
     assert "…" not in output.partition("The price")[0]  # of 80 columns
-    for text in ("20s (given)", "a alone", "evenly mixed", "one a host", "shards: ", "pools: ",
+    for text in ("20s (given)", "a alone", "evenly mixed", "one a host", "micro-batches: ", "pools: ",
                  "standbys: ", "spare hosts: ", "checkpoint_every: "):
         assert text in output, text
 
 
 def test_a_trace_is_planned_by_the_costs_of_a_run(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Costs, shards and samples are those of the run's event log, the time that of the trace."""
+    """Costs, micro-batches and samples are those of the run's event log, the time that of the trace."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUN))
     trace = str(DATA / "replays" / "zeros.csv")
     assert run(["--trace", trace, "--costs", str(tmp_path), "--np", "4", "--price", "2", "--seeds",
                 "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"shard_s", "boot_s", "batch"} <= set(found["measured"]) and found["shards"] == 2
+    assert {"microbatch_s", "boot_s", "batch"} <= set(found["measured"]) and found["microbatches"] == 2
     assert found["hosts"] == 4 and 160 < found["seconds"] < 300
     assert found["forecast"]["attempts"] == 4.0
     assert not found["questions"]["spare hosts"] and not found["questions"]["standbys"]
@@ -559,7 +559,7 @@ def test_removed_nodes_of_a_trace_have_the_notice_that_is_given(
     (["--storm", "calm", "--hosts", "10", "--min-np", "50"], "so it would never train"),
     (["--pool", "hosts=4", "--min-np", "0"], "--min-np is 0"),
     (["--pool", "hosts=4", "--np", "-5"], "--np is -5"),
-    (["--pool", "hosts=4", "--shards", "0"], "--shards is 0"),
+    (["--pool", "hosts=4", "--microbatches", "0"], "--micro-batches is 0"),
     (["--pool", "hosts=4", "--seeds", "0"], "--seeds is 0"),
     (["--storm", "calm", "--hosts", "4", "--price", "-1"], "--price is -1"),
     (["--storm", "calm", "--hosts", "4", "--price", "nan"], "--price is nan"),
@@ -577,11 +577,11 @@ def test_removed_nodes_of_a_trace_have_the_notice_that_is_given(
     (["--pool", "hosts=4,loss=1e6/h"], "Use fewer --seeds"),
     (["--pool", "hosts=1,rate=60/h,zero=1", "--days", "300"], "min of CPU"),
     (["--trace", str(DATA / "replays" / "zeros.csv"), "--days", "9999"], "min of CPU"),
-    (["--pool", "hosts=4", "--cost", "shard_s=0"], "A step takes 0 s"),
+    (["--pool", "hosts=4", "--cost", "microbatch_s=0"], "A step takes 0 s"),
     (["--pool", "hosts=4", "--cost", "loss_s=-1"], "from 0 to"),
     (["--pool", "hosts=4", "--cost", "loss_s=nan"], "from 0 to"),
     (["--pool", "hosts=4", "--cost", "batch=0"], "whole number from 1"),
-    (["--pool", "hosts=4", "--cost", "shards=1.5"], "whole number from 1"),
+    (["--pool", "hosts=4", "--cost", "microbatches=1.5"], "whole number from 1"),
     (["--pool", "hosts=4", "--checkpoint-every", "9" * 400], "--checkpoint-every is 999"),
 ])
 def test_a_wrong_option_is_refused_with_its_remedy(options: list[str], text: str,
@@ -597,7 +597,7 @@ def test_a_time_too_short_for_a_step_has_no_price(capsys: pytest.CaptureFixture[
     assert main(options) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "WARNING: 2 of 2 repetitions finish no step" in output and "∞" in output
-    assert "shards: no choice finishes a step" in output and "keep" not in output
+    assert "micro-batches: no choice finishes a step" in output and "keep" not in output
     assert main([*options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["forecast"]["million"] == [None, None, None]
@@ -644,14 +644,14 @@ def test_nothing_is_lost_after_the_hours_of_a_storm(capsys: pytest.CaptureFixtur
 
 def test_the_larger_fleet_that_a_rehearsal_suggests_has_work_for_each_host(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The printed command has the shards and the batch of a hundred hosts."""
+    """The printed command has the micro-batches and the batch of a hundred hosts."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUN))
     fleet = larger(played_of(RUN))
-    assert fleet.startswith("--hosts 100 --shards 400 --batch 1600 ")
+    assert fleet.startswith("--hosts 100 --micro-batches 400 --batch 1600 ")
     assert main(["plan", "--costs", str(tmp_path), *fleet.split(), "--hours", "9", "--seeds",
                  "1"]) == 0
     output = capsys.readouterr().out
-    assert "400 shards (given)" in output and "without work" not in output
+    assert "400 micro-batches (given)" in output and "without work" not in output
     assert [short(value) for value in (0.0, 0.123456, 999.4, 999.6, 1.27e6, 5e17)] == [
         "0", "0.123", "999", "1k", "1.27M", "5e+05T"]
 
@@ -660,17 +660,17 @@ def test_values_of_the_command_line_have_units() -> None:
     """An hour for rates, seconds for times."""
     assert parse_pool("hosts=3,loss=2.4/d,replace=2min") == Pool(hosts=3, loss=0.1, replace=120.0)
     assert with_values(Costs(), ["loss_s=3", "batch=7"]).loss_s == (3.0,)
-    assert shards_for(100, 300) == [95, 100, 190, 200, 300] and shards_for(100, 32) == [32]
+    assert microbatches_for(100, 300) == [95, 100, 190, 200, 300] and microbatches_for(100, 32) == [32]
 
 
 def test_a_fleet_that_is_larger_than_the_batch_is_advised_against(
         capsys: pytest.CaptureFixture[str]) -> None:
-    """Hosts without a shard have no work: fewer hosts, or more shards, or a larger batch."""
+    """Hosts without a micro-batch have no work: fewer hosts, or more micro-batches, or a larger batch."""
     fleet = Fleet(pools=(Pool(hosts=40, loss=0.01),))
-    assert advice(fleet, replace(POLICY, shards=8))["spare hosts"].best.name == "8 hosts"
-    assert main(["plan", "--pool", "hosts=40", "--shards", "8", "--batch", "16", "--hours", "9",
+    assert advice(fleet, replace(POLICY, microbatches=8))["spare hosts"].best.name == "8 hosts"
+    assert main(["plan", "--pool", "hosts=40", "--microbatches", "8", "--batch", "16", "--hours", "9",
                  "--seeds", "1"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    assert "8 shards leave 32 of 40 hosts without work" in output and "16 shards" in output
-    assert "needs e.g. --shards 160 --batch 320" in output
-    assert of_batch(COSTS, 3).shard_s == 3 * COSTS.shard_s and of_batch(COSTS, 3).batch == 3
+    assert "8 micro-batches leave 32 of 40 hosts without work" in output and "16 microbatches" in output
+    assert "needs e.g. --micro-batches 160 --batch 320" in output
+    assert of_batch(COSTS, 3).microbatch_s == 3 * COSTS.microbatch_s and of_batch(COSTS, 3).batch == 3

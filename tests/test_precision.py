@@ -45,32 +45,32 @@ def scaler() -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=2.0**19, growth_interval=2)
 
 
-def parts_of(step: int, shards: int) -> Iterator[tuple[Any, float, int]]:
-    """Yield the samples, the weight and the number of each shard of a step."""
-    for shard in range(shards):
-        ours = [SCHEDULE.shard_samples(step, one) for one in range(shard * 4 // shards,
-                                                                   (shard + 1) * 4 // shards)]
+def parts_of(step: int, microbatches: int) -> Iterator[tuple[Any, float, int]]:
+    """Yield the samples, the weight and the number of each micro-batch of a step."""
+    for microbatch in range(microbatches):
+        ours = [SCHEDULE.microbatch_samples(step, one) for one in range(microbatch * 4 // microbatches,
+                                                                   (microbatch + 1) * 4 // microbatches)]
         chosen = torch.cat([torch.from_numpy(one) for one in ours])
-        yield chosen, len(chosen) / SCHEDULE.batch_size(step), shard
+        yield chosen, len(chosen) / SCHEDULE.batch_size(step), microbatch
 
 
-def plain(model: Model, precision: str, shards: int,
+def plain(model: Model, precision: str, microbatches: int,
           scale: torch.amp.GradScaler | None = None) -> Model:
-    """Train in plain PyTorch with autocast and a scaler; adds the shards as a tree does."""
+    """Train in plain PyTorch with autocast and a scaler; adds the micro-batches as a tree does."""
     optimizer = adamw(model)
     torch.set_num_threads(1)
     for step in range(SCHEDULE.steps):
         found: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in model.parameters()]
-        for chosen, weight, shard in parts_of(step, shards):
-            seed_everything(SCHEDULE.shard_seed(step, shard))
+        for chosen, weight, microbatch in parts_of(step, microbatches):
+            seed_everything(SCHEDULE.microbatch_seed(step, microbatch))
             with autocast(precision):
                 loss = mse(model, [INPUT[chosen], TARGET[chosen]])
             (scale.scale(loss * weight) if scale else loss * weight).backward()
             for pieces, parameter in zip(found, model.parameters(), strict=True):
                 assert parameter.grad is not None
-                pieces[shard, shard + 1], parameter.grad = parameter.grad, None
+                pieces[microbatch, microbatch + 1], parameter.grad = parameter.grad, None
         for pieces, parameter in zip(found, model.parameters(), strict=True):
-            parameter.grad = tree_sum(pieces, shards)
+            parameter.grad = tree_sum(pieces, microbatches)
         if scale:
             scale.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -90,21 +90,21 @@ def same(one: Model, other: Model) -> bool:
 
 # --- the same bits --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_bits_are_those_of_a_plain_loop_with_autocast(precision: str, shards: int) -> None:
+def test_the_bits_are_those_of_a_plain_loop_with_autocast(precision: str, microbatches: int) -> None:
     """With the scaler's skipped steps, its growth, clipping and dropout; with train(), too."""
     made = [model_of(torch.nn.Dropout(0.1)) for _ in range(3)]
     scales = [scaler() if precision == "fp16" else None for _ in range(3)]
-    plain(made[0], precision, shards, scales[0])
-    numbers: dict[str, Any] = {"shards": shards, "clip_norm": 0.5, "precision": precision}
+    plain(made[0], precision, microbatches, scales[0])
+    numbers: dict[str, Any] = {"microbatches": microbatches, "clip_norm": 0.5, "precision": precision}
     loop(trainer_of(made[1], adamw(made[1]), scaler=scales[1], **numbers), made[1])
     trained(made[2], adamw(made[2]), scaler=scales[2], **numbers)
     assert same(made[0], made[1]) and same(made[0], made[2])
     if scales[0] and scales[1]:
         assert scales[0].state_dict() == scales[1].state_dict() != scaler().state_dict()
     full = model_of(torch.nn.Dropout(0.1))
-    loop(trainer_of(full, adamw(full), shards=shards, clip_norm=0.5), full)
+    loop(trainer_of(full, adamw(full), microbatches=microbatches, clip_norm=0.5), full)
     assert not same(full, made[1])
 
 

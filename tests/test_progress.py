@@ -29,7 +29,7 @@ def after_step(step):
         raise ValueError("as planned")
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 dataset = torch.utils.data.TensorDataset(torch.ones(80, 2))
-train(model, optimizer, dataset, loss=loss, global_batch=8, shards=2, after_step=after_step,
+train(model, optimizer, dataset, loss=loss, global_batch=8, microbatches=2, after_step=after_step,
       progress="silent" not in sys.argv)
 """
 

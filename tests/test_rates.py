@@ -1,6 +1,6 @@
 """Learning rates: torch's schedulers, rates that are tensors, and who may set them.
 
-The yardstick is `plainly`: the same steps in plain PyTorch, one worker and one shard, to the bit.
+The yardstick is `plainly`: the same steps in plain PyTorch, one worker and one micro-batch, to the bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from elastic_trainer.state.rates import RateChanged
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 Optimizer = torch.optim.Optimizer
-ONE_SHARD = Schedule(dataset_size=SIZE, **(NUMBERS | {"shards": 1, "epochs": 4}))  # 12 steps
+ONE_MICROBATCH = Schedule(dataset_size=SIZE, **(NUMBERS | {"microbatches": 1, "epochs": 4}))  # 12 steps
 
 
 class Warmup:
@@ -108,8 +108,8 @@ def plainly(
     model, rates = built(), []
     optimizer = build(model)
     scheduler = make(optimizer) if make else None
-    for step in range(ONE_SHARD.steps):
-        chosen = torch.from_numpy(ONE_SHARD.shard_samples(step, 0))
+    for step in range(ONE_MICROBATCH.steps):
+        chosen = torch.from_numpy(ONE_MICROBATCH.microbatch_samples(step, 0))
         optimizer.zero_grad()
         loss = mse(model, [INPUT[chosen], TARGET[chosen]])
         loss.backward()
@@ -133,7 +133,7 @@ def ours(
     trained(
         model,
         optimizer,
-        **({"shards": 1, "epochs": 4, "schedule": make and make(optimizer)} | changes),
+        **({"microbatches": 1, "epochs": 4, "schedule": make and make(optimizer)} | changes),
     )
     return model
 
@@ -206,7 +206,7 @@ def test_a_newcomer_has_the_schedulers_state_when_it_has_received_the_state(kind
 @pytest.mark.parametrize("kind", ["OneCycleLR", "ReduceLROnPlateau"])
 def test_the_weights_are_the_same_when_more_workers_step_a_scheduler(kind: str, size: int) -> None:
     """It hears the loss of the whole batch, which is the same on all."""
-    alone = ours(KINDS[kind], momentum, shards=4, epochs=2)
+    alone = ours(KINDS[kind], momentum, microbatches=4, epochs=2)
 
     def make(rank: int) -> Any:
         model = built()

@@ -52,7 +52,7 @@ def test_the_bits_are_those_of_a_plain_loop(reduce: str, reentrant: bool, precis
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) if precision == "fp16" else None
                for _ in range(2)]
     plain(theirs, precision, 1, scalers[0])
-    loop(trainer_of(ours, adamw(ours), shards=1, clip_norm=0.5, precision=precision, reduce=reduce,
+    loop(trainer_of(ours, adamw(ours), microbatches=1, clip_norm=0.5, precision=precision, reduce=reduce,
                     scaler=scalers[1]), ours)
     assert same(theirs, ours)
 
@@ -105,6 +105,6 @@ def test_batch_norm_counts_a_recomputed_batch_once(reentrant: bool) -> None:
     """As without checkpointing. In plain PyTorch the running statistics move twice for a batch."""
     made = [Net(kind, torch.nn.BatchNorm1d(8)) for kind in (None, reentrant)]
     for model in made:
-        loop(trainer_of(model, adamw(model), shards=1), model)
+        loop(trainer_of(model, adamw(model), microbatches=1), model)
     assert all(torch.equal(*both) for both in zip(*(m.buffers() for m in made), strict=True))
     assert int(made[1].parts[0][2].num_batches_tracked) == 2 * SCHEDULE.steps  # both parts have it

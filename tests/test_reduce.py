@@ -15,7 +15,7 @@ from simulated import Hub, Member
 from elastic_trainer.reduce.exact import ExactReducer, tree_sum
 from elastic_trainer.reduce.flat import Flat
 from elastic_trainer.reduce.ring import RingReducer
-from elastic_trainer.schedule.schedule import aligned_subtrees, owned_shards
+from elastic_trainer.schedule.schedule import aligned_subtrees, owned_microbatches
 
 
 def in_worlds(size: int, act: Any) -> list[Any]:
@@ -42,9 +42,9 @@ def in_worlds(size: int, act: Any) -> list[Any]:
 
 def reduced(kind: str,
             size: int,
-            shards: int,
+            microbatches: int,
             steps: int = 2) -> list[dict[torch.dtype, torch.Tensor]]:
-    """Reduce random per-shard gradients in a world of `size`; the same numbers for every world."""
+    """Reduce random per-micro-batch gradients in a world of `size`; the same numbers for every world."""
 
     def act(member: Member) -> dict[torch.dtype, torch.Tensor]:
         parameters = [
@@ -55,24 +55,24 @@ def reduced(kind: str,
         ]
         buffers = {"mean": torch.zeros(3), "count": torch.tensor(0)}
         flat = Flat(dict(zip("abcd", parameters, strict=True)), buffers, torch.device("cpu"))
-        reducer = ExactReducer(flat, shards) if kind == "exact" else RingReducer(flat, shards)
+        reducer = ExactReducer(flat, microbatches) if kind == "exact" else RingReducer(flat, microbatches)
         for step in range(steps):
             mine = reducer.begin(member)
-            for shard in mine:
-                done = reducer.shard(shard, is_last=shard == mine.stop - 1)
-                generator = torch.Generator().manual_seed(1000 * step + shard)
+            for microbatch in mine:
+                done = reducer.microbatch(microbatch, is_last=microbatch == mine.stop - 1)
+                generator = torch.Generator().manual_seed(1000 * step + microbatch)
                 numbers = [
-                    torch.randn(p.shape, generator=generator) * 10**(shard % 5) for p in parameters
+                    torch.randn(p.shape, generator=generator) * 10**(microbatch % 5) for p in parameters
                 ]
-                if isinstance(reducer, RingReducer) and shard == mine.stop - 1:
+                if isinstance(reducer, RingReducer) and microbatch == mine.stop - 1:
                     reducer.overlap(member)
                 flat.gradients.open()
                 after = {"mean": torch.randn(3, generator=generator), "count": torch.tensor(1)}
-                flat.add_statistics(1 / shards, torch.randn((), generator=generator), buffers,
+                flat.add_statistics(1 / microbatches, torch.randn((), generator=generator), buffers,
                                     after)
                 sum((p * n.to(p.dtype)).sum().double()
                     for p, n in zip(parameters, numbers, strict=True)).backward()
-                flat.close_shard()
+                flat.close_microbatch()
                 done()
             reducer.send(member)
             reducer.finish(member)
@@ -86,14 +86,14 @@ def reduced(kind: str,
     return in_worlds(size, act)
 
 
-@pytest.mark.parametrize("shards", [1, 2, 6, 8, 13])
-def test_exact_has_the_same_bits_when_the_world_has_any_size(shards: int) -> None:
+@pytest.mark.parametrize("microbatches", [1, 2, 6, 8, 13])
+def test_exact_has_the_same_bits_when_the_world_has_any_size(microbatches: int) -> None:
     """Sums in the order of a fixed tree do not depend on who does which part, also with more
-    workers than shards."""
-    alone = reduced("exact", 1, shards)[0]
+    workers than micro-batches."""
+    alone = reduced("exact", 1, microbatches)[0]
     for size in (2, 3, 4, 5, 7):
-        for result in reduced("exact", size, shards):
-            assert all(torch.equal(result[d], alone[d]) for d in alone), (size, shards)
+        for result in reduced("exact", size, microbatches):
+            assert all(torch.equal(result[d], alone[d]) for d in alone), (size, microbatches)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -108,16 +108,16 @@ def test_ring_has_the_same_sum_when_the_world_has_any_size(size: int) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
-def test_the_tree_is_the_same_when_cut_among_any_number_of_workers(shards: int, size: int) -> None:
+def test_the_tree_is_the_same_when_cut_among_any_number_of_workers(microbatches: int, size: int) -> None:
     """Subtrees of all workers add up, in tree order, to what one worker gets from the leaves."""
     leaves = {(s, s + 1): torch.randn(3, generator=torch.Generator().manual_seed(s))
-              for s in range(shards)}
-    whole = tree_sum({k: v.clone() for k, v in leaves.items()}, shards)
+              for s in range(microbatches)}
+    whole = tree_sum({k: v.clone() for k, v in leaves.items()}, microbatches)
     pieces = {}
     for rank in range(size):
-        for tree in aligned_subtrees(owned_shards(rank, size, shards), shards):
+        for tree in aligned_subtrees(owned_microbatches(rank, size, microbatches), microbatches):
             span = 1 << (len(tree) - 1).bit_length()
             inside = {(s - tree.start, s - tree.start + 1): leaves[s, s + 1].clone() for s in tree}
             assert len(tree) <= span
             pieces[tree.start, tree.stop] = tree_sum(inside, len(tree))
-    assert torch.equal(tree_sum(pieces, shards), whole)
+    assert torch.equal(tree_sum(pieces, microbatches), whole)

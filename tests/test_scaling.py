@@ -90,11 +90,11 @@ LOSSES = [one_pass, several_passes, retained, written_by_hand, clipped, penalize
           zeroed_in_place, zeroed_then_scaled]
 
 
-def run(model: Any, loss: Any, precision: str = "fp32", scale: Any = None, shards: int = 4,
+def run(model: Any, loss: Any, precision: str = "fp32", scale: Any = None, microbatches: int = 4,
         with_step: bool = True, **more: Any) -> list[bytes]:
     """Train with a pass of one's own in each batch; `with_step`: by step.scale, else by the
     scaler."""
-    trainer = trainer_of(model, adamw(model), scaler=scale, precision=precision, shards=shards,
+    trainer = trainer_of(model, adamw(model), scaler=scale, precision=precision, microbatches=microbatches,
                          **more)
     for step in trainer:
         for batch in step:
@@ -113,7 +113,7 @@ def plain(model: Any, loss: Any, precision: str, scale: Any) -> list[bytes]:
     torch.set_num_threads(1)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             found = loss(model, [INPUT[chosen], TARGET[chosen]],
                          scale.scale if scale else lambda it: it)
@@ -135,7 +135,7 @@ def test_own_backward_passes_are_those_of_a_plain_loop(loss: Any, kind: str) -> 
     precision = "bf16" if kind == "bf16" else "fp32"
     scales = [None if kind == "bf16" else torch.amp.GradScaler("cpu", enabled=False)
               if kind == "disabled" else scaler() for _ in range(2)]
-    assert run(built(), loss, precision, scales[0], shards=1, with_step=kind != "scaler.scale"
+    assert run(built(), loss, precision, scales[0], microbatches=1, with_step=kind != "scaler.scale"
                ) == plain(built(), loss, precision, scales[1])
 
 
@@ -144,7 +144,7 @@ def test_own_backward_passes_are_those_of_a_plain_loop(loss: Any, kind: str) -> 
 def test_own_backward_passes_with_a_scaler_are_the_same_in_every_world(
         size: int, reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a generation that breaks; the scale is a power of two, so it has no effect."""
-    alone, models = run(built(), one_pass, shards=4), [built() for _ in range(size)]
+    alone, models = run(built(), one_pass, microbatches=4), [built() for _ in range(size)]
     assert run(built(), one_pass, scale=scaler()) == alone
     for found in in_a_breaking_world(monkeypatch, size, lambda rank: run(
             models[rank], one_pass, scale=scaler(), reduce=reduce,
@@ -219,7 +219,7 @@ def test_own_passes_of_two_optimizers_are_scaled_in_each_phase() -> None:
     def work(scale: Any, as_dcgan: bool) -> list[bytes]:
         torch.manual_seed(0)
         model = Pair()
-        trainer = trainer_of(model, optimizers(model), scaler=scale, shards=2)
+        trainer = trainer_of(model, optimizers(model), scaler=scale, microbatches=2)
         for step in trainer:
             for phase in ("d", "g"):
                 for x, _ in step.phase(phase):

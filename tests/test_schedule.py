@@ -15,11 +15,11 @@ from elastic_trainer.schedule.schedule import (
     MAX_GLOBAL_BATCH,
     Schedule,
     aligned_subtrees,
-    owned_shards,
+    owned_microbatches,
     samples_digest,
 )
 
-BILLION = Schedule(dataset_size=10**9, global_batch=4096, shards=16, epochs=3, seed=7)
+BILLION = Schedule(dataset_size=10**9, global_batch=4096, microbatches=16, epochs=3, seed=7)
 
 
 @some.composite
@@ -28,7 +28,7 @@ def small_schedules(draw):
     return Schedule(
         dataset_size=draw(some.integers(1, 200)),
         global_batch=global_batch,
-        shards=draw(some.integers(1, global_batch)),
+        microbatches=draw(some.integers(1, global_batch)),
         epochs=draw(some.integers(1, 3)),
         seed=draw(some.integers(0, 2**64 - 1)),
     )
@@ -89,8 +89,8 @@ def test_bits_stay_the_same_when_numpy_or_the_machine_changes():
     assert permutation(10, key=1).tolist() == [1, 3, 7, 9, 4, 2, 0, 8, 5, 6]
     assert permute(np.array([0, 1, 10**9 - 1]), 10**9,
                    2**64 - 1).tolist() == [877482834, 768345563, 33787519]
-    assert BILLION.shard_samples(123_456, 5)[:3].tolist() == [504441045, 314395197, 729487399]
-    assert BILLION.shard_seed(123_456, 5) == 7334135087408159076
+    assert BILLION.microbatch_samples(123_456, 5)[:3].tolist() == [504441045, 314395197, 729487399]
+    assert BILLION.microbatch_seed(123_456, 5) == 7334135087408159076
     assert BILLION.batch_digest(123_456) == 2277664892342191
 
 
@@ -138,54 +138,54 @@ def test_no_structure_shows_when_neighbours_are_compared(size):
 def test_orders_are_unrelated_when_epoch_or_seed_changes():
     """Another epoch, or another seed, is another order: about one position in common, as by
     chance."""
-    job = dict(dataset_size=2000, global_batch=2000, shards=1, epochs=3)
+    job = dict(dataset_size=2000, global_batch=2000, microbatches=1, epochs=3)
     schedules = [Schedule(**job, seed=seed) for seed in (0, 1, 2**63)]
-    orders = [schedule.shard_samples(epoch, 0) for schedule in schedules for epoch in range(3)]
+    orders = [schedule.microbatch_samples(epoch, 0) for schedule in schedules for epoch in range(3)]
     for i, one in enumerate(orders):
         assert all((one == other).sum() < 10 for other in orders[:i])
 
 
-# ---- steps, batches, shards
+# ---- steps, batches, microbatches
 
 
 @given(small_schedules())
-def test_every_sample_counts_once_when_an_epoch_is_walked_by_shards(schedule):
-    """The shards of an epoch's steps are the dataset, each sample once, the short last batch too
+def test_every_sample_counts_once_when_an_epoch_is_walked_by_microbatches(schedule):
+    """The micro-batches of an epoch's steps are the dataset, each sample once, the short last batch too
     (law 3)."""
     for epoch in range(schedule.epochs):
         steps = range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch)
         assert {schedule.epoch(step) for step in steps} == {epoch}
         parts = [
-            schedule.shard_samples(step, shard) for step in steps
-            for shard in range(schedule.shards)
+            schedule.microbatch_samples(step, microbatch) for step in steps
+            for microbatch in range(schedule.microbatches)
         ]
         assert sorted(np.concatenate(parts).tolist()) == list(range(schedule.dataset_size))
 
 
 @given(small_schedules(), some.integers(0, 1000))
-def test_shards_are_the_batch_when_a_step_is_split(schedule, step):
-    """The shards of a step are neighbours, differ by at most one sample, and together are the
+def test_microbatches_are_the_batch_when_a_step_is_split(schedule, step):
+    """The micro-batches of a step are neighbours, differ by at most one sample, and together are the
     batch."""
-    parts = [schedule.shard_positions(step, shard) for shard in range(schedule.shards)]
+    parts = [schedule.microbatch_positions(step, microbatch) for microbatch in range(schedule.microbatches)]
     start = step % schedule.steps_per_epoch * schedule.global_batch
     batch = range(start, start + schedule.batch_size(step))
     assert [position for part in parts for position in part] == list(batch)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
-    assert sum(schedule.shard_weight(step, shard)
-               for shard in range(schedule.shards)) == pytest.approx(1)
+    assert sum(schedule.microbatch_weight(step, microbatch)
+               for microbatch in range(schedule.microbatches)) == pytest.approx(1)
 
 
 def test_the_last_batch_is_what_is_left_when_the_epoch_does_not_divide():
     """10 samples in batches of 4 are steps of 4, 4 and 2, in every epoch."""
-    schedule = Schedule(dataset_size=10, global_batch=4, shards=3, epochs=2, seed=0)
+    schedule = Schedule(dataset_size=10, global_batch=4, microbatches=3, epochs=2, seed=0)
     assert schedule.steps == 6
     assert [schedule.batch_size(step) for step in range(6)] == [4, 4, 2, 4, 4, 2]
-    assert [len(schedule.shard_samples(2, shard)) for shard in range(3)] == [0, 1, 1]
-    assert [schedule.shard_weight(2, shard) for shard in range(3)] == [0.0, 0.5, 0.5]
+    assert [len(schedule.microbatch_samples(2, microbatch)) for microbatch in range(3)] == [0, 1, 1]
+    assert [schedule.microbatch_weight(2, microbatch) for microbatch in range(3)] == [0.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize(
-    ("dataset_size", "shards", "fewest", "sizes"),
+    ("dataset_size", "microbatches", "fewest", "sizes"),
     [
         (14, 4, 1, [1, 2, 1, 2]),  # as it always was
         (14, 4, 2, [0, 2, 2, 2]),
@@ -196,29 +196,29 @@ def test_the_last_batch_is_what_is_left_when_the_epoch_does_not_divide():
         (10, 3, 1, [0, 1, 1]),
     ],
 )
-def test_the_last_batch_has_fewer_shards_when_they_would_be_too_small(dataset_size, shards, fewest,
+def test_the_last_batch_has_fewer_microbatches_when_they_would_be_too_small(dataset_size, microbatches, fewest,
                                                                       sizes):
-    """They are merged by a rule of the numbers alone, spread over all shards, none larger than in a
+    """They are merged by a rule of the numbers alone, spread over all micro-batches, none larger than in a
     full batch."""
     schedule = Schedule(dataset_size=dataset_size,
                         global_batch=8,
-                        shards=shards,
+                        microbatches=microbatches,
                         epochs=1,
                         seed=0,
-                        min_shard_samples=fewest)
-    assert [len(schedule.shard_samples(1, shard)) for shard in range(shards)] == sizes
+                        min_microbatch_samples=fewest)
+    assert [len(schedule.microbatch_samples(1, microbatch)) for microbatch in range(microbatches)] == sizes
 
 
 @given(small_schedules(), some.integers(1, 5))
-def test_no_shard_is_larger_or_smaller_than_allowed_when_the_last_batch_is_merged(schedule, fewest):
-    """Full batches stay as they are; every sample counts once; the memory of a shard is that of a
+def test_no_microbatch_is_larger_or_smaller_than_allowed_when_the_last_batch_is_merged(schedule, fewest):
+    """Full batches stay as they are; every sample counts once; the memory of a micro-batch is that of a
     full batch's."""
-    fewest = min(fewest, schedule.global_batch // schedule.shards)
-    merged = replace(schedule, min_shard_samples=fewest)
-    largest = -(-schedule.global_batch // schedule.shards)
+    fewest = min(fewest, schedule.global_batch // schedule.microbatches)
+    merged = replace(schedule, min_microbatch_samples=fewest)
+    largest = -(-schedule.global_batch // schedule.microbatches)
     for step in range(schedule.steps_per_epoch):
-        parts = [merged.shard_positions(step, shard) for shard in range(merged.shards)]
-        plain = [schedule.shard_positions(step, shard) for shard in range(schedule.shards)]
+        parts = [merged.microbatch_positions(step, microbatch) for microbatch in range(merged.microbatches)]
+        plain = [schedule.microbatch_positions(step, microbatch) for microbatch in range(schedule.microbatches)]
         assert [p for part in parts for p in part] == [p for part in plain for p in part]
         assert max(map(len, parts)) <= largest
         if schedule.batch_size(step) == schedule.global_batch or min(
@@ -227,17 +227,17 @@ def test_no_shard_is_larger_or_smaller_than_allowed_when_the_last_batch_is_merge
         if (left := schedule.batch_size(step)) // fewest * largest >= left:
             assert min(len(part) or fewest for part in parts) >= fewest
     sizes = {
-        len(merged.shard_positions(step, v))
+        len(merged.microbatch_positions(step, v))
         for step in range(merged.steps)
-        for v in range(merged.shards)
+        for v in range(merged.microbatches)
     }
-    assert merged.smallest_shard == min(sizes - {0})
+    assert merged.smallest_microbatch == min(sizes - {0})
 
 
 def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped():
     """22 samples in batches of 8 are 2 steps an epoch; digests of what counts and what is left out
     are the dataset's."""
-    schedule = Schedule(dataset_size=22, global_batch=8, shards=4, epochs=2, seed=3, drop_last=True)
+    schedule = Schedule(dataset_size=22, global_batch=8, microbatches=4, epochs=2, seed=3, drop_last=True)
     assert (schedule.steps, schedule.steps_per_epoch, schedule.dropped_samples) == (4, 2, 6)
     assert [schedule.batch_size(step) for step in range(4)] == [8] * 4
     epochs = (0, 1), (2, 3)
@@ -245,7 +245,7 @@ def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped
         i
         for step in steps
         for v in range(4)
-        for i in schedule.shard_samples(step, v).tolist()
+        for i in schedule.microbatch_samples(step, v).tolist()
     } for steps in epochs]
     assert [len(samples) for samples in kept] == [16, 16] and kept[0] != kept[1]
     for epoch in (0, 1):
@@ -260,15 +260,15 @@ def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped
     [
         ({"drop_last": True, "dataset_size": 7
           }, "drop_last is True and dataset_size 7 is less than global_batch 8"),
-        ({"min_shard_samples": 3
-          }, "min_shard_samples is 3, but global_batch 8 in 4 shards gives some of them 2"),
-        ({"min_shard_samples": 0}, "min_shard_samples is 0"),
+        ({"min_microbatch_samples": 3
+          }, "min_microbatch_samples is 3, but global_batch 8 in 4 micro-batches gives some of them 2"),
+        ({"min_microbatch_samples": 0}, "min_microbatch_samples is 0"),
     ],
 )
 def test_the_key_is_named_when_the_last_batch_cannot_be_cut_so(changes, message):
-    """No step would be left, or a full batch's shards would be too small themselves."""
+    """No step would be left, or a full batch's micro-batches would be too small themselves."""
     with pytest.raises(ConfigError, match=message):
-        Schedule(**({"dataset_size": 22, "global_batch": 8, "shards": 4, "epochs": 1, "seed": 0}
+        Schedule(**({"dataset_size": 22, "global_batch": 8, "microbatches": 4, "epochs": 1, "seed": 0}
                     | changes))
 
 
@@ -277,7 +277,7 @@ def test_the_run_ends_at_the_earlier_limit_when_max_steps_is_given(max_steps, st
     """`steps` is the smaller of the epochs' steps and max_steps."""
     schedule = Schedule(dataset_size=10,
                         global_batch=4,
-                        shards=1,
+                        microbatches=1,
                         epochs=2,
                         seed=0,
                         max_steps=max_steps)
@@ -288,22 +288,22 @@ def test_the_run_ends_at_the_earlier_limit_when_max_steps_is_given(max_steps, st
 def test_max_steps_is_the_length_when_no_epochs_are_given(max_steps, steps):
     """As many epochs as the steps need; one, when neither is given. Each epoch has an order of its
     own."""
-    schedule = Schedule(dataset_size=10, global_batch=4, shards=1, seed=0, max_steps=max_steps)
+    schedule = Schedule(dataset_size=10, global_batch=4, microbatches=1, seed=0, max_steps=max_steps)
     assert schedule.steps == steps
-    first, second = (schedule.shard_samples(step, 0).tolist() for step in (0, 3))
+    first, second = (schedule.microbatch_samples(step, 0).tolist() for step in (0, 3))
     assert first != second
 
 
-def test_seeds_are_distinct_when_step_shard_or_seed_differs():
-    """No two shards of any steps, under neighbouring seeds, share a random seed; all fit 63
+def test_seeds_are_distinct_when_step_microbatch_or_seed_differs():
+    """No two micro-batches of any steps, under neighbouring seeds, share a random seed; all fit 63
     bits."""
-    job = dict(dataset_size=64, global_batch=32, shards=32, epochs=1)
+    job = dict(dataset_size=64, global_batch=32, microbatches=32, epochs=1)
     schedules = [Schedule(**job, seed=seed) for seed in range(3)]
     seeds = {
-        s.shard_seed(step, shard)
+        s.microbatch_seed(step, microbatch)
         for s in schedules
         for step in range(200)
-        for shard in range(32)
+        for microbatch in range(32)
     }
     assert len(seeds) == 3 * 200 * 32
     assert 0 <= min(seeds) and max(seeds) < 2**63
@@ -317,8 +317,8 @@ def test_seeds_are_distinct_when_step_shard_or_seed_differs():
         ("dataset_size", 2**48 + 1),
         ("global_batch", -4),
         ("global_batch", MAX_GLOBAL_BATCH + 1),
-        ("shards", 0),
-        ("shards", 9),
+        ("microbatches", 0),
+        ("microbatches", 9),
         ("epochs", 0),
         ("epochs", True),
         ("seed", -1),
@@ -328,7 +328,7 @@ def test_seeds_are_distinct_when_step_shard_or_seed_differs():
 )
 def test_the_key_is_named_when_a_number_is_wrong(key, value):
     """A bad number ends at start-up, with the key and the value in the message."""
-    job = {"dataset_size": 100, "global_batch": 8, "shards": 4, "epochs": 1, "seed": 0, key: value}
+    job = {"dataset_size": 100, "global_batch": 8, "microbatches": 4, "epochs": 1, "seed": 0, key: value}
     with pytest.raises(ConfigError, match=rf"^{key} is {value}"):
         Schedule(**job)
 
@@ -339,14 +339,14 @@ def test_the_key_is_named_when_a_number_is_wrong(key, value):
 @given(small_schedules(), some.integers(0, 1000), some.integers(1, 60))
 def test_digests_of_owners_total_the_batch_when_the_world_has_any_size(schedule, step, size):
     """The digests of the ranks add up to the batch's digest, for every world size (law 2)."""
-    owned = [owned_shards(rank, size, schedule.shards) for rank in range(size)]
-    parts = [schedule.shard_samples(step, shard) for shards in owned for shard in shards]
+    owned = [owned_microbatches(rank, size, schedule.microbatches) for rank in range(size)]
+    parts = [schedule.microbatch_samples(step, microbatch) for microbatches in owned for microbatch in microbatches]
     assert sum(samples_digest(part) for part in parts) == schedule.batch_digest(step)
 
 
 def test_the_digest_differs_when_a_sample_is_lost_doubled_or_swapped():
     """One sample that is missing, counted twice, or replaced by another one changes the digest."""
-    batch = BILLION.shard_samples(1000, 3)
+    batch = BILLION.microbatch_samples(1000, 3)
     whole = samples_digest(batch)
     for i in range(batch.size):
         swapped = batch.copy()
@@ -360,7 +360,7 @@ def test_the_digest_differs_when_a_sample_is_lost_doubled_or_swapped():
 
 def test_the_digest_is_the_same_when_the_order_changes():
     """A digest depends on the samples that counted, not on their order. Of no samples it is 0."""
-    batch = BILLION.shard_samples(1000, 3)
+    batch = BILLION.microbatch_samples(1000, 3)
     assert samples_digest(batch[::-1]) == samples_digest(batch)
     assert samples_digest(batch[:0]) == 0
 
@@ -375,32 +375,32 @@ def test_the_digest_fits_int64_when_the_batch_is_the_largest_allowed():
 # ---- who owns what
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5, 8, 12, 16, 63, 64])
-def test_every_shard_has_one_owner_when_the_world_has_any_size(shards):
-    """For each world size, also beyond the shards, the ranks own each shard once, in order, none
+@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 12, 16, 63, 64])
+def test_every_microbatch_has_one_owner_when_the_world_has_any_size(microbatches):
+    """For each world size, also beyond the micro-batches, the ranks own each micro-batch once, in order, none
     too many."""
-    for size in range(1, 2 * shards + 3):
-        owned = [owned_shards(rank, size, shards) for rank in range(size)]
-        assert [shard for part in owned for shard in part] == list(range(shards))
-        assert max(map(len, owned)) == -(-shards // size)
+    for size in range(1, 2 * microbatches + 3):
+        owned = [owned_microbatches(rank, size, microbatches) for rank in range(size)]
+        assert [microbatch for part in owned for microbatch in part] == list(range(microbatches))
+        assert max(map(len, owned)) == -(-microbatches // size)
 
 
 @given(some.integers(1, 200), some.data())
-def test_subtrees_are_the_owned_shards_when_cut_at_the_trees_nodes(shards, data):
+def test_subtrees_are_the_owned_microbatches_when_cut_at_the_trees_nodes(microbatches, data):
     """The subtrees, in order, are what is owned; each is a node of the tree, and none is cut in
     two."""
-    start = data.draw(some.integers(0, shards))
-    owned = range(start, data.draw(some.integers(start, shards)))
-    parts = aligned_subtrees(owned, shards)
-    nodes = {range(k, min(k + 2**j, shards)) for j in range(9) for k in range(0, shards, 2**j)}
-    assert [shard for part in parts for shard in part] == list(owned)
+    start = data.draw(some.integers(0, microbatches))
+    owned = range(start, data.draw(some.integers(start, microbatches)))
+    parts = aligned_subtrees(owned, microbatches)
+    nodes = {range(k, min(k + 2**j, microbatches)) for j in range(9) for k in range(0, microbatches, 2**j)}
+    assert [microbatch for part in parts for microbatch in part] == list(owned)
     assert set(parts) <= nodes
     inside = [node for node in nodes if node.start in owned and node[-1] in owned]
     assert all(any(set(node) <= set(part) for part in parts) for node in inside)
 
 
 @pytest.mark.parametrize(
-    ("owned", "shards", "parts"),
+    ("owned", "microbatches", "parts"),
     [
         (range(0, 8), 8, [range(0, 8)]),
         (range(0, 6), 6, [range(0, 6)]),
@@ -411,6 +411,6 @@ def test_subtrees_are_the_owned_shards_when_cut_at_the_trees_nodes(shards, data)
         (range(0, 1), 1, [range(0, 1)]),
     ],
 )
-def test_subtrees_are_the_largest_when_written_out(owned, shards, parts):
+def test_subtrees_are_the_largest_when_written_out(owned, microbatches, parts):
     """The cut of a few ranges, as one would draw it."""
-    assert aligned_subtrees(owned, shards) == parts
+    assert aligned_subtrees(owned, microbatches) == parts

@@ -45,14 +45,14 @@ def summed(size: int, sending: Sending | None, scale: float = 1.0
         parameters = [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
         flat = Flat(dict(zip(names, parameters, strict=True)), {}, torch.device("cpu"))
         reducer = RingReducer(flat, size, sending, lambda **facts: told.append(facts))
-        (shard,) = reducer.begin(member)
-        done = reducer.shard(shard, is_last=True)
+        (microbatch,) = reducer.begin(member)
+        done = reducer.microbatch(microbatch, is_last=True)
         reducer.overlap(member)
         flat.gradients.open()
         flat.add_statistics(1.0, torch.tensor(1 / 3), {}, {})
-        sum((p * n).sum() for p, n in zip(parameters, numbers(shard, scale), strict=True)
+        sum((p * n).sum() for p, n in zip(parameters, numbers(microbatch, scale), strict=True)
             ).backward()
-        flat.close_shard()
+        flat.close_microbatch()
         done()
         reducer.send(member)
         reducer.finish(member)
@@ -62,8 +62,8 @@ def summed(size: int, sending: Sending | None, scale: float = 1.0
     return in_worlds(size, act), told, sent
 
 
-def numbers(shard: int, scale: float) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(shard)
+def numbers(microbatch: int, scale: float) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(microbatch)
     return [scale * torch.randn(size, generator=generator) for size in SIZES]
 
 
@@ -116,7 +116,7 @@ def test_statistics_and_logged_sums_are_exact_when_gradients_are_compressed(
     def run(model: Model, rank: int, **options: Any) -> list[Any]:
         ears = Ears()
         fault = Fault(*{1: [("step.voted", 3)]}.get(rank, []))
-        trainer = trainer_of(model, shards=2, reduce="ring", listeners=[ears, fault], **options)
+        trainer = trainer_of(model, microbatches=2, reduce="ring", listeners=[ears, fault], **options)
         seen = list[Any]()
         for step in trainer:
             for batch in step:

@@ -45,7 +45,7 @@ from elastic_trainer.world.session import address_in, unsent_sockets
 LIMITS = "silence_s=6,gloo_s=16,driver_lost_s=6,hang_s=12,straggler_s=4"
 WAITS = At(phase="reduce", what="bucket", for_s=9.0, step=20, waits_s=8.9,
            usual_s=0.1, own_s=0.02, steps=20)
-HANGS = replace(WAITS, phase="forward", what="shard 2", waits_s=0.0)
+HANGS = replace(WAITS, phase="forward", what="micro-batch 2", waits_s=0.0)
 
 
 def host(rank: int) -> str:
@@ -100,7 +100,7 @@ def test_each_hang_is_named_and_what_hangs_for_good_is_replaced(tmp_path: Path) 
                                    (hung, 1, "load", "in __getitem__")):
         assert (one["host"], one["rank"], one["phase"], one["state"]) == (
             host(rank), rank, phase, "answers"), one
-        assert "shard" in one["what"] and line in one["stacks"][one["worker"]]
+        assert "microbatch" in one["what"] and line in one["stacks"][one["worker"]]
         assert len(one["waiting"]) == 3
     assert (gil["host"], gil["phase"], gil["state"]) == (host(3), "forward", "silent"), gil
     assert "in loss" in gil["stacks"][gil["worker"]]
@@ -388,7 +388,7 @@ def test_what_a_worker_did_in_the_generation_before_is_forgotten() -> None:
 
 def slow_steps(scene: Scene, own_s: Callable[[int, int], float], first: int = 0) -> None:
     """Let 400 steps pass, ten a second, in which a worker computes `own_s(rank, step)` for a
-    shard."""
+    micro-batch."""
     for step in range(first, first + 400):
         scene.hear(step / 10, *[replace(WAITS, step=step, steps=step, own_s=own_s(rank, step))
                                 for rank in range(3)])
@@ -429,7 +429,7 @@ def test_a_machine_that_stood_still_makes_no_worker_hang() -> None:
 
 
 @pytest.mark.parametrize(("own_s", "found"), [
-    ({"a": 0.046, "b": 0.046, "c": 0.010}, []),  # c has fewer shards: its loader is ahead
+    ({"a": 0.046, "b": 0.046, "c": 0.010}, []),  # c has fewer micro-batches: its loader is ahead
     ({"a": 0.046, "b": 0.020, "c": 0.010}, ["a"]),
     ({"a": 0.046, "a2": 0.045, "b": 0.020, "c": 0.020}, ["a", "a2"]),
     ({"a": 0.046, "a2": 0.021, "b": 0.020, "c": 0.020}, ["a"]),
@@ -478,7 +478,7 @@ def test_no_host_is_replaced_for_the_work_of_its_rank() -> None:
 ])
 def test_who_is_slow_a_little_or_now_and_then_is_no_straggler(
         own_s: Callable[[int, int], float]) -> None:
-    """A worker without shards is no peer."""
+    """A worker without micro-batches is no peer."""
     scene = Scene("straggler_s=9")
     slow_steps(scene, own_s)
     assert not scene.events
@@ -533,9 +533,9 @@ def test_a_mark_has_what_the_loop_does() -> None:
     mark.begin(7)
     at = mark.at()
     assert at and (at.phase, at.what, at.step) == ("load", "", 7)
-    mark.enter("load", "shard 2", [40, 41])
+    mark.enter("load", "micro-batch 2", [40, 41])
     at = mark.at()
-    assert at and (at.phase, at.what, at.step) == ("load", "shard 2, 2 samples from 40", 7)
+    assert at and (at.phase, at.what, at.step) == ("load", "micro-batch 2, 2 samples from 40", 7)
     mark.reach("step.computed")
     mark.bucket = "ring.0"
     at = mark.at()
@@ -552,7 +552,7 @@ def test_a_mark_has_what_the_loop_does() -> None:
 
 
 def test_a_step_of_several_phases_is_one_step() -> None:
-    """The usual time is that of all its phases. The own time is that of a shard in any of them,
+    """The usual time is that of all its phases. The own time is that of a micro-batch in any of them,
     without its loader. A step that is done again, or in another world, is not counted."""
     clock = Clock()
     with clock.set():
@@ -560,9 +560,9 @@ def test_a_step_of_several_phases_is_one_step() -> None:
         for step in (7, 8, 8):
             for phase, computes_s in enumerate((1.0, 3.0)):
                 mark.begin(step, phase)
-                mark.enter("load", "shard 0")
+                mark.enter("load", "micro-batch 0")
                 clock.now += 5.0
-                mark.enter("forward", "shard 0")
+                mark.enter("forward", "micro-batch 0")
                 clock.now += computes_s
                 mark.reach("step.computed")
                 mark.wait()

@@ -42,7 +42,7 @@ def log(hosts: int = 4) -> list[dict[str, Any]]:
         {"event": "run.started", "run": "seen", "options": {}},
         {"event": "attempt.started", "attempt": 1},
         {"event": "job.described", "attempt": 1, "dataset_size": 6400, "global_batch": 64,
-         "shards": 4, "epochs": 1, "seed": 1, "max_steps": None}]
+         "microbatches": 4, "epochs": 1, "seed": 1, "max_steps": None}]
     for number, name in enumerate(names):
         worker = {"worker": f"{name}:0", "host": name, "pid": 100 + number, "slot": 0}
         events += [{"event": "discovery.host_in", "host": name, "id": f"i-{number}", "why": "",
@@ -139,7 +139,7 @@ def test_the_view_fits_each_terminal(tmp_path: Path, width: int) -> None:
         assert fact in shown, fact
     watch.now = Now(100.0, {name: WorkerNow(
         host=worker.host, rank=0, phase="training", step=1234, drains=False, silent_s=1.0,
-        does="backward", what="shard 2, 32 samples from 64", does_for_s=59.0)
+        does="backward", what="micro-batch 2, 32 samples from 64", does_for_s=59.0)
         for name, worker in watch.status.workers.items()}, copied_s=59.0)
     console.file = io.StringIO()
     console.print(view(watch, 1500.0))

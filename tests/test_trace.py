@@ -29,13 +29,13 @@ Event = dict[str, Any]
 
 
 def trained(**options: Any) -> tuple[torch.nn.Module, str]:
-    """Train a small model for 6 steps of 4 shards."""
+    """Train a small model for 6 steps of 4 micro-batches."""
     torch.manual_seed(0)
     model, points = torch.nn.Linear(8, 4), torch.randn(96, 8)
     result = train(model, torch.optim.SGD(model.parameters(), lr=0.1),
                    torch.utils.data.TensorDataset(points, points[:, :4].argmax(1)),
                    loss=lambda m, b: torch.nn.functional.cross_entropy(m(b[0]), b[1]),
-                   global_batch=32, shards=4, max_steps=6, progress=False, **options)
+                   global_batch=32, microbatches=4, max_steps=6, progress=False, **options)
     return model, result.weights_sha256
 
 
@@ -66,7 +66,7 @@ def require_sound(events: list[Event]) -> None:
 
 
 def test_each_step_has_all_of_its_spans_inside(tmp_path: Path) -> None:
-    """Six steps of four shards, and a checkpoint."""
+    """Six steps of four micro-batches, and a checkpoint."""
     trained(timeline=True, run_dir=tmp_path, checkpoint_every=2)
     (file,) = files_of(tmp_path)
     events, is_closed = loaded(file)
@@ -189,13 +189,13 @@ def test_each_bucket_of_ring_is_on_the_network_once(tmp_path: Path) -> None:
         trace.open(worker=f"h/{member.rank}/0", generation=1, rank=member.rank)
         reducer: Reducer = TracedReducer(RingReducer(flat, 2), trace)
         trace.begin_step(0, 0)
-        for shard in reducer.begin(member):
-            reducer.shard(shard, is_last=True)
+        for microbatch in reducer.begin(member):
+            reducer.microbatch(microbatch, is_last=True)
             flat.gradients.open()
-            loss = model(torch.ones(1, 700) * (shard + 1)).sum()
+            loss = model(torch.ones(1, 700) * (microbatch + 1)).sum()
             flat.add_statistics(0.5, loss, {}, {})
             loss.backward()
-            flat.close_shard()
+            flat.close_microbatch()
         reducer.send(member)
         with trace.span("reduce"):
             reducer.finish(member)

@@ -51,7 +51,7 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 
 def trainer_of(model: Model, optimizer: Any = None, dataset: Any = DATA, **changes: Any) -> Trainer:
     given: dict[str, Any] = {
-        "global_batch": 8, "shards": 4, "until": "2 epochs", "seed": 3, "progress": False
+        "global_batch": 8, "microbatches": 4, "until": "2 epochs", "seed": 3, "progress": False
     }
     return Trainer(model,
                    sgd(model) if optimizer is None else optimizer, dataset, **(given | changes))
@@ -81,23 +81,23 @@ def test_the_bits_are_those_of_train_when_the_loop_is_the_users(reduce: str) -> 
 
     model, more = made()
     rate = cosine(warmup_steps=2, total_steps=6)
-    reference = trained(model, adamw(model), shards=2, schedule=rate, reduce=reduce,
+    reference = trained(model, adamw(model), microbatches=2, schedule=rate, reduce=reduce,
                         **more).weights_sha256
     model, more = made()
-    trainer = trainer_of(model, adamw(model), shards=2, lr=rate, reduce=reduce, **more)
+    trainer = trainer_of(model, adamw(model), microbatches=2, lr=rate, reduce=reduce, **more)
     assert loop(trainer, model) == reference
 
 
-def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_shard() -> None:
+def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_microbatch() -> None:
     """The user's loop, without a trainer."""
     model, plain = built(torch.nn.Dropout(0.1)), built(torch.nn.Dropout(0.1))
     torch.set_num_threads(1)
-    loop(trainer_of(model, adamw(model), shards=1), model)
+    loop(trainer_of(model, adamw(model), microbatches=1), model)
     optimizer = adamw(plain)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
-        seed_everything(SCHEDULE.shard_seed(step, 0))
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
+        seed_everything(SCHEDULE.microbatch_seed(step, 0))
         mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -166,7 +166,7 @@ def test_a_model_is_evaluated_behind_the_inner_loop() -> None:
     training."""
     def run(evaluates: bool) -> str:
         model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
-        trainer = trainer_of(model, shards=2)
+        trainer = trainer_of(model, microbatches=2)
         for step in trainer:
             for batch in step:
                 step.backward(mse(model, batch))
@@ -185,7 +185,7 @@ def test_a_batch_is_accumulated_when_the_user_cuts_it_again() -> None:
     """The losses of the pieces are added up, and backward is called once."""
     def run(pieces: int) -> Model:
         model = built()
-        for step in trainer_of(model, shards=2):
+        for step in trainer_of(model, microbatches=2):
             for x, y in step:
                 parts = list(zip(x.chunk(pieces), y.chunk(pieces), strict=True))
                 step.backward(sum(mse(model, part) * (len(part[0]) / len(x)) for part in parts))
@@ -295,7 +295,7 @@ POINTS = ("step.computed", "step.prepared", "step.voted", "step.applied")
                          ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
 def test_the_bits_are_those_of_one_worker_when_generations_break(
         points: dict[int, list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In shards, between prepare, vote and apply. The code behind the inner loop runs once for each
+    """In micro-batches, between prepare, vote and apply. The code behind the inner loop runs once for each
     finished step."""
     def run(rank: int, **more: Any) -> tuple[str, list[int], torch.Tensor]:
         torch.manual_seed(0)
@@ -322,7 +322,7 @@ def test_the_bits_are_those_of_one_worker_when_generations_break(
 
 def tokens(model: Model, batch: Any) -> tuple[torch.Tensor, int]:
     """The sum of a loss over those targets that count, and how many do: another number in each
-    shard."""
+    micro-batch."""
     x, y = batch
     counts = (y > -0.5).float()
     return (torch.square(model(x) - y) * counts).sum(), int(counts.sum())
@@ -331,12 +331,12 @@ def tokens(model: Model, batch: Any) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("scales", [False, True])
 def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, scales: bool) -> None:
-    """One shard, or four of different counts: the same steps as plain PyTorch makes with one big
+    """One micro-batch, or four of different counts: the same steps as plain PyTorch makes with one big
     batch."""
-    def run(shards: int) -> tuple[Model, float]:
+    def run(microbatches: int) -> tuple[Model, float]:
         model = built()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6) if scales else None
-        trainer = trainer_of(model, shards=shards, reduce=reduce, clip_norm=0.5, scaler=scaler)
+        trainer = trainer_of(model, microbatches=microbatches, reduce=reduce, clip_norm=0.5, scaler=scaler)
         for step in trainer:
             for batch in step:
                 total, count = tokens(model, batch)
@@ -347,7 +347,7 @@ def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, sca
     optimizer = sgd(plain)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.shard_samples(step, shard)) for shard in range(4)])
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
         optimizer.zero_grad()
         total, count = tokens(plain, [INPUT[chosen], TARGET[chosen]])
         total.backward()
@@ -417,16 +417,16 @@ def test_logged_sums_are_exact() -> None:
 @pytest.mark.parametrize(("body", "told"), [
     (lambda step, total, count, calls=[]:
      (calls.append(1), step.backward(total, **{"count": count} if len(calls) % 2 else {})),
-     "2 of 4 shards of step 0 gave a count"),
+     "2 of 4 micro-batches of step 0 gave a count"),
     (lambda step, total, count: step.backward(total, count=0),
-     "4 of 4 shards of step 0 gave a count.*add up to 0"),
+     "4 of 4 micro-batches of step 0 gave a count.*add up to 0"),
     (lambda step, total, count: step.backward(total, count="many"), "backward got count='many'"),
     (lambda step, total, count:
      (step.log(acc=3), step.backward(total)), r"acc=3. Give a sum and its number of items"),
     (lambda step, total, count:
      (step.log(**{"count": (1, 1)}), step.backward(total)), "cannot log 'count'"),
     (lambda step, total, count: (step.backward(total), step.number == 1 and step.log(late=(1, 1))),
-     "late was logged in shard 0 of step 1, but the first batch logged nothing"),
+     "late was logged in micro-batch 0 of step 1, but the first batch logged nothing"),
 ])
 def test_a_count_that_cannot_be_used_raises(body: Callable[..., Any], told: str) -> None:
     """With the step, the numbers and the remedy."""
@@ -494,22 +494,22 @@ def adversarial(model: Pair, trainer: Trainer) -> tuple[str, Seen]:
 
 
 def pair_of_steps(model: Pair, **changes: Any) -> Trainer:
-    return trainer_of(model, optimizers(model), clip_norm=0.5, shards=2, **changes)
+    return trainer_of(model, optimizers(model), clip_norm=0.5, microbatches=2, **changes)
 
 
 def test_the_bits_are_plain_pytorchs_when_each_optimizer_has_a_phase() -> None:
-    """With one shard: the discriminator's step, then the generator's on what that has left."""
+    """With one micro-batch: the discriminator's step, then the generator's on what that has left."""
     model, plain = Pair(draws=True), Pair(draws=True)
-    adversarial(model, trainer_of(model, optimizers(model), clip_norm=0.5, shards=1))
+    adversarial(model, trainer_of(model, optimizers(model), clip_norm=0.5, microbatches=1))
     schedule = Schedule(dataset_size=SIZE,
                         global_batch=8,
-                        shards=1,
+                        microbatches=1,
                         epochs=2,
                         seed=3,
-                        min_shard_samples=2)
+                        min_microbatch_samples=2)
     made = optimizers(plain)
     for step in range(schedule.steps):
-        x = INPUT[torch.from_numpy(schedule.shard_samples(step, 0))]
+        x = INPUT[torch.from_numpy(schedule.microbatch_samples(step, 0))]
         for phase, (loss, optimizer) in enumerate([(loss_of_d, made["d"]), (loss_of_g, made["g"])]):
             plain.zero_grad()
             seed_everything(seed_of(schedule, step, 0, phase))
@@ -761,11 +761,11 @@ def test_a_length_has_a_number_and_a_unit() -> None:
 def test_the_step_ends_with_the_users_error_when_it_is_caught_in_the_body() -> None:
     """A batch that is left out by try/except would be lost: the next batch does not come."""
     model, calls = built(), list[int]()
-    with pytest.raises(RuntimeError, match="not called in shard 1 of step 0"):
+    with pytest.raises(RuntimeError, match="not called in micro-batch 1 of step 0"):
         for step in trainer_of(model):
             for batch in step:
                 calls.append(1)
-                if len(calls) == 7:  # five shards of the warm-up, one of step 0
+                if len(calls) == 7:  # five micro-batches of the warm-up, one of step 0
                     continue
                 step.backward(mse(model, batch))
 

@@ -105,7 +105,7 @@ class SameOrder(transformers.Trainer):  # type: ignore[misc]
         args = self.args
         size = args.per_device_train_batch_size * args.gradient_accumulation_steps
         schedule = Schedule(dataset_size=SAMPLES, global_batch=size,
-                            shards=args.gradient_accumulation_steps, epochs=2, seed=args.seed)
+                            microbatches=args.gradient_accumulation_steps, epochs=2, seed=args.seed)
 
         class Order:
             epoch = -1
@@ -116,9 +116,9 @@ class SameOrder(transformers.Trainer):  # type: ignore[misc]
             def __iter__(self) -> Iterator[int]:
                 Order.epoch += 1
                 for step in range(schedule.steps_per_epoch):
-                    for shard in range(schedule.shards):
+                    for microbatch in range(schedule.microbatches):
                         at = Order.epoch * schedule.steps_per_epoch + step
-                        yield from schedule.shard_samples(at, shard).tolist()
+                        yield from schedule.microbatch_samples(at, microbatch).tolist()
 
         return Order()
 
@@ -235,9 +235,9 @@ def test_sentences_of_like_length_come_together_when_they_are_grouped(has_column
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
-def test_the_gradient_is_that_of_the_mean_over_all_tokens_for_any_number_of_shards(
+def test_the_gradient_is_that_of_the_mean_over_all_tokens_for_any_number_of_microbatches(
         devices: int) -> None:
-    """Sentences of different lengths: the real trainer with one batch makes the same steps. Shards
+    """Sentences of different lengths: the real trainer with one batch makes the same steps. Micro-batches
     without a token that is predicted count as none."""
     size = 8 // devices
     ours = elastic_of(devices=devices, train=Sentences(are_long=False),
@@ -452,13 +452,13 @@ def test_the_model_is_saved_as_transformers_does_it(tmp_path: Path) -> None:
 ], ids=case_of)
 def test_the_numbers_of_a_run_follow_from_the_arguments_alone(
         options: dict[str, Any], numbers: tuple[int, ...]) -> None:
-    """Of the global batch: its samples and its shards; of an epoch and the run: the steps."""
+    """Of the global batch: its samples and its micro-batches; of an epoch and the run: the steps."""
     args = given(**options)
     found = arguments.numbers_of(args, SAMPLES, 1)
-    assert (found.global_batch, found.shards, found.steps_per_epoch, found.steps) == numbers
+    assert (found.global_batch, found.microbatches, found.steps_per_epoch, found.steps) == numbers
     assert found.epoch_after(found.steps_per_epoch - 1) == 1.0
     twice = arguments.numbers_of(given(gradient_accumulation_steps=1), SAMPLES, 2)
-    assert (twice.global_batch, twice.shards) == (8, 2)
+    assert (twice.global_batch, twice.microbatches) == (8, 2)
 
 
 @pytest.mark.parametrize(("options", "interval"), [

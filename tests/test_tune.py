@@ -26,37 +26,37 @@ def loss(model, batch):
 
 model = torch.nn.Linear(4, 1)
 train(model, torch.optim.SGD(model.parameters(), lr=0.1),
-      torch.utils.data.TensorDataset(torch.ones(64, 4)), loss=loss, global_batch=8, shards=4,
+      torch.utils.data.TensorDataset(torch.ones(64, 4)), loss=loss, global_batch=8, microbatches=4,
       epochs=9, store="%s")
 """
 
 
-def whole(shards: int, step_s: float = 1.0, gib: float = 1.0, batch: int = 64) -> Trial:
-    return Trial(shards=shards, samples=batch // shards, ending="whole", step_s=step_s,
+def whole(microbatches: int, step_s: float = 1.0, gib: float = 1.0, batch: int = 64) -> Trial:
+    return Trial(microbatches=microbatches, samples=batch // microbatches, ending="whole", step_s=step_s,
                  host_bytes=int(gib * GIB))
 
 
 def test_an_override_holds_instead_of_the_numbers_of_the_script(
         run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Length, shards and batch are the measurement's. The script's store stays empty."""
-    monkeypatch.setenv("ELASTIC_TRAINER_OVERRIDE", "steps=3,shards=2,scale=2")
+    """Length, micro-batches and batch are the measurement's. The script's store stays empty."""
+    monkeypatch.setenv("ELASTIC_TRAINER_OVERRIDE", "steps=3,microbatches=2,scale=2")
     model = torch.nn.Linear(4, 1)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1),
-          torch.utils.data.TensorDataset(torch.ones(64, 4)), global_batch=8, shards=8, epochs=1,
+          torch.utils.data.TensorDataset(torch.ones(64, 4)), global_batch=8, microbatches=8, epochs=1,
           loss=lambda model, batch: model(batch[0]).mean(), store=str(tmp_path / "store"))
     events = read_events(run_dir)
     assert [e["samples"] for e in events if e["event"] == "worker.step_committed"] == [16] * 3
     said, = (e for e in events if e["event"] == "job.overridden")
-    assert (said["steps"], said["shards"], said["global_batch"]) == (3, 4, 16)
+    assert (said["steps"], said["microbatches"], said["global_batch"]) == (3, 4, 16)
     assert not (tmp_path / "store").exists()
 
 
 def test_an_override_with_an_unknown_name_is_an_error() -> None:
     """A typing mistake never measures something else."""
-    for text in ("shard=4", "shards=four", "shards"):
+    for text in ("microbatch=4", "microbatches=four", "microbatches"):
         with pytest.raises(ConfigError, match="ELASTIC_TRAINER_OVERRIDE"):
             Override.from_environment({"ELASTIC_TRAINER_OVERRIDE": text})
-    asked = Override(steps=5, shards=3, scale=2)
+    asked = Override(steps=5, microbatches=3, scale=2)
     assert Override.from_environment(asked.to_environment()) == asked
 
 
@@ -67,29 +67,29 @@ def test_candidates_are_shared_evenly_and_have_a_sample_each() -> None:
     assert tune.candidates_of(3, 4, own=3) == []
 
 
-def test_larger_shards_are_tried_until_the_next_would_not_fit() -> None:
-    """Its memory is on the line through two sizes that have run. Then smaller shards are tried,
+def test_larger_microbatches_are_tried_until_the_next_would_not_fit() -> None:
+    """Its memory is on the line through two sizes that have run. Then smaller micro-batches are tried,
     while they are faster."""
     sizes = [4, 8, 16, 32, 64]
     trials = [whole(16, gib=2.0)]
-    assert tune.next_shards(trials, sizes, 5 * GIB) == 8
+    assert tune.next_microbatches(trials, sizes, 5 * GIB) == 8
     trials.append(whole(8, gib=3.0))
     assert tune.predicted(trials, 4) == 5 * GIB
-    assert tune.next_shards(trials, sizes, 5 * GIB) == 4
-    assert tune.next_shards(trials, sizes, 5 * GIB - 1) is None  # 16 is not faster than 8
+    assert tune.next_microbatches(trials, sizes, 5 * GIB) == 4
+    assert tune.next_microbatches(trials, sizes, 5 * GIB - 1) is None  # 16 is not faster than 8
     trials[0] = whole(16, step_s=0.5, gib=2.0)
-    assert tune.next_shards(trials, sizes, 5 * GIB - 1) == 32
-    trials.append(Trial(shards=4, samples=16, ending="memory"))
+    assert tune.next_microbatches(trials, sizes, 5 * GIB - 1) == 32
+    trials.append(Trial(microbatches=4, samples=16, ending="memory"))
     trials.append(whole(32, step_s=0.6))
-    assert tune.next_shards(trials, sizes, 9 * GIB) is None
+    assert tune.next_microbatches(trials, sizes, 9 * GIB) is None
 
 
-def test_the_fastest_number_is_recommended_and_of_those_alike_the_one_with_more_shards() -> None:
+def test_the_fastest_number_is_recommended_and_of_those_alike_the_one_with_more_microbatches() -> None:
     """One that the workers do not share evenly is not."""
     trials = [whole(8, 1.0), whole(16, 1.02), whole(32, 1.2), whole(2, 0.5)]
     best = tune.best_of(trials, 4)
-    assert best is not None and best.shards == 16
-    assert tune.best_of([Trial(shards=4, samples=4, ending="memory")], 4) is None
+    assert best is not None and best.microbatches == 16
+    assert tune.best_of([Trial(microbatches=4, samples=4, ending="memory")], 4) is None
 
 
 def test_a_script_that_needs_more_memory_than_there_is_ends_alone(
@@ -106,8 +106,8 @@ def test_a_script_that_needs_more_memory_than_there_is_ends_alone(
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert tune.run(["--workers", "1", "--steps", "4", "--memory", "1.2", "--", *command]) == 0
     shown = capsys.readouterr().out
-    assert "shards=4: " in shown and "shards=2: " in shown and "shards=1: " not in shown
-    assert "not tried" in shown and "Recommended for 1 workers: shards=" in shown
+    assert "microbatches=4: " in shown and "microbatches=2: " in shown and "microbatches=1: " not in shown
+    assert "not tried" in shown and "Recommended for 1 workers: microbatches=" in shown
     assert "BatchNorm" in shown and not store.exists()
-    found = trial.measure(command, Override(steps=4, shards=1), tmp_path / "large", int(1.2 * GIB))
+    found = trial.measure(command, Override(steps=4, microbatches=1), tmp_path / "large", int(1.2 * GIB))
     assert found.ending == "memory"

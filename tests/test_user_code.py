@@ -68,7 +68,7 @@ def test_the_weights_are_plain_pytorchs(make: Callable[[], Model],
     once = everywhere(lambda: job_of(make(), optimizer, rules=rules))
     reference = make()
     alone = make()
-    trained(alone, optimizer(alone), shards=1)
+    trained(alone, optimizer(alone), microbatches=1)
     assert_close(alone, plain_with_buffers(reference, optimizer(reference)))
     for steps in (3, 6):
         model = make()
@@ -79,7 +79,7 @@ def test_the_weights_are_plain_pytorchs(make: Callable[[], Model],
 
 
 def plain_with_buffers(model: Model, optimizer: torch.optim.Optimizer) -> Model:
-    return plain(model, optimizer, mse, shards=1)
+    return plain(model, optimizer, mse, microbatches=1)
 
 
 def test_a_mask_keeps_its_bits_when_a_buffer_holds_marks() -> None:
@@ -133,10 +133,10 @@ def ends_with_eval(model: Any, batch: Any) -> torch.Tensor:
 
 def test_the_mode_that_a_loss_leaves_holds_from_the_next_step_on() -> None:
     """A loss that ends with eval() trains its first batch in train mode: whoever has tried it
-    before, on all shards."""
+    before, on all micro-batches."""
     alone, reference = built(Louder()), built(Louder())
-    trained(alone, loss=ends_with_eval, shards=1)
-    assert_close(alone, plain(reference, sgd(reference), ends_with_eval, shards=1))
+    trained(alone, loss=ends_with_eval, microbatches=1)
+    assert_close(alone, plain(reference, sgd(reference), ends_with_eval, microbatches=1))
     assert not alone.training and not alone[2].training
     everywhere(lambda: job_of(built(Louder()), loss=ends_with_eval))
 

@@ -24,7 +24,7 @@ from elastic_trainer.views.verify import judge, read_lines, verify
 
 Event = dict[str, Any]
 SCHEDULE = Schedule(
-    dataset_size=50, global_batch=8, shards=4, epochs=2, seed=7
+    dataset_size=50, global_batch=8, microbatches=4, epochs=2, seed=7
 )  # 2 epochs of 7 steps, the last of 2
 
 
@@ -119,7 +119,7 @@ class Story:
                  step=self.steps,
                  source=source,
                  pause_s=0.2)
-        keys = ("dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps")
+        keys = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps")
         self.say("job.described",
                  **{key: getattr(self.schedule, key)
                     for key in keys},
@@ -195,7 +195,7 @@ def any_story(choice: random.Random) -> Story:
         "dataset_size": choice.randint(1, 60), "global_batch": (batch := choice.randint(1, 16))
     }
     schedule = Schedule(**sizes,
-                        shards=choice.randint(1, batch),
+                        microbatches=choice.randint(1, batch),
                         epochs=choice.randint(1, 3),
                         seed=choice.randint(0, 9))
     story = Story(schedule)
@@ -349,7 +349,7 @@ def test_proves_a_finish_that_is_logged_twice_when_rank_0_died_after_the_first()
 def longer(*, cut: int = 0) -> list[Event]:
     """A run that finished after 5 steps, was resumed with all of its epochs, and may have been
     killed before its end."""
-    story = Story(Schedule(dataset_size=50, global_batch=8, shards=4, epochs=2, seed=7,
+    story = Story(Schedule(dataset_size=50, global_batch=8, microbatches=4, epochs=2, seed=7,
                            max_steps=5))
     story.start(2)
     story.train(5)
@@ -639,7 +639,7 @@ def job_not_described(events: list[Event]) -> None:
 def job_without_a_schedule(events: list[Event]) -> None:
     for event in events:
         if event["event"] == "job.described":
-            event["shards"] = 0
+            event["microbatches"] = 0
 
 
 def another_seed_trained(events: list[Event]) -> None:

@@ -10,7 +10,7 @@ script with a LightningModule → here: DataLoaders (lightning_loaders.py), opti
 What always holds:
 1. What a script gives is taken over with the meaning that it has in Lightning, or refused at once,
    by name.
-2. Global batch and shards follow from the DataLoader's batch_size and the declared number of
+2. Global batch and micro-batches follow from the DataLoader's batch_size and the declared number of
    devices, never from the number of workers.
 3. Modules of `lightning` and of `pytorch_lightning` are accepted. Both are imported by the script
    alone.
@@ -65,13 +65,13 @@ Lightning = Callable[[str], Any]
 def fit(
     module: Any, datamodule: Any = None, *, train_dataloaders: Any = None,
     val_dataloaders: Any = None, max_epochs: int | None = None, max_steps: int = -1,
-    devices: int | None = None, global_batch: int | None = None, shards: int | None = None,
+    devices: int | None = None, global_batch: int | None = None, microbatches: int | None = None,
     accelerator: str = "auto", callbacks: Any = (), check_val_every_n_epoch: int = 1,
     val_check_interval: int | float = 1.0,
     gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None,
     precision: int | str = "32-true", seed: int = 0, ema: float | None = None,
     swa: Swa | None = None, state: Mapping[str, Any] | None = None,
-    min_shard_samples: int | None = None, checkpoint_every: int | str | None = "auto",
+    min_microbatch_samples: int | None = None, checkpoint_every: int | str | None = "auto",
     keep_last: int = 3, keep_every: int = 0, reduce: str | None = None, on_nan: str = "raise",
     run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
     listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
@@ -81,7 +81,7 @@ def fit(
 
     Arguments of `lightning.Trainer` and its `fit` have the same meaning. `devices` is the number of
     devices for which the batch_size of the training's DataLoader was chosen: the global batch is
-    their product, in `devices` shards. Or give `global_batch`, which has 8 `shards` by default. The
+    their product, in `devices` micro-batches. Or give `global_batch`, which has 8 `microbatches` by default. The
     other options are those of elastic_trainer.Trainer.
 
     Raises ConfigError for what is not supported.
@@ -96,7 +96,7 @@ def fit(
         precision=str(precision), devices=devices or 1)
     asked = _set_up(seen, lightning, callbacks, accelerator)
     sources = Sources.of(seen, lightning, train_dataloaders, val_dataloaders)
-    numbers = Numbers.of(sources.train, devices, global_batch, shards, max_epochs, max_steps)
+    numbers = Numbers.of(sources.train, devices, global_batch, microbatches, max_epochs, max_steps)
     _require_intervals(check_val_every_n_epoch, val_check_interval, numbers.steps_per_epoch)
     seen.estimated_stepping_batches = numbers.steps
     seen.num_training_batches = numbers.steps_per_epoch
@@ -105,10 +105,10 @@ def fit(
     flow.call("on_fit_start")
     elastic = Trainer(
         module, seen.optimizers[0], sources.train.dataset, global_batch=numbers.global_batch,
-        shards=numbers.shards, until=f"{numbers.steps} steps", seed=seed, lr=flow.schedulers,
+        microbatches=numbers.microbatches, until=f"{numbers.steps} steps", seed=seed, lr=flow.schedulers,
         ema=ema, swa=swa, best=asked.best, state={**(state or {}), "lightning": flow},
         order=sources.train.order, drop_last=sources.train.drop_last,
-        min_shard_samples=min_shard_samples,
+        min_microbatch_samples=min_microbatch_samples,
         collate=sources.train.collate, loader=sources.train.loader,
         checkpoint_every=asked.interval(numbers.steps_per_epoch, checkpoint_every),
         keep_last=keep_last, keep_every=keep_every, reduce=reduce, on_nan=on_nan, run_dir=run_dir,
@@ -245,12 +245,12 @@ class Numbers:
     """The numbers of a run."""
 
     global_batch: int
-    shards: int
+    microbatches: int
     steps_per_epoch: int
     steps: int
 
     @staticmethod
-    def of(source: Source, devices: int | None, global_batch: int | None, shards: int | None,
+    def of(source: Source, devices: int | None, global_batch: int | None, microbatches: int | None,
            max_epochs: int | None, max_steps: int) -> Numbers:
         """Return the numbers of a run. Raises ConfigError."""
         each, samples = source.batch_size, source.samples
@@ -258,8 +258,8 @@ class Numbers:
             raise ConfigError(
                 f"fit() got devices={devices} and global_batch={global_batch}, and the global "
                 f"batch must not depend on the number of workers. Give devices=4 for a global "
-                f"batch of {each} x 4 = {4 * each} samples in 4 shards of {each}, for up to 4 "
-                f"workers; or global_batch={each}, shards={min(4, each)}.")
+                f"batch of {each} x 4 = {4 * each} samples in 4 micro-batches of {each}, for up to 4 "
+                f"workers; or global_batch={each}, microbatches={min(4, each)}.")
         whole = global_batch or each * (devices or 0)
         if whole < 1 or (devices is not None and devices < 1):
             raise ConfigError(f"fit() got devices={devices} and global_batch={global_batch}. Use "
@@ -274,7 +274,7 @@ class Numbers:
         if not ends or min(ends) < 1:
             raise ConfigError(f"fit() got max_epochs={max_epochs} and max_steps={max_steps}. Give "
                               f"one of them, from 1.")
-        return Numbers(global_batch=whole, shards=shards or devices or min(8, whole),
+        return Numbers(global_batch=whole, microbatches=microbatches or devices or min(8, whole),
                        steps_per_epoch=per_epoch, steps=min(ends))
 
 

@@ -118,7 +118,7 @@ class Flow:
             self.call("on_train_batch_start", NoBatch(), 0)
 
     def compute(self, step: Step, batch: Any) -> None:
-        """Run forward and backward of one shard, and log what training_step logs."""
+        """Run forward and backward of one micro-batch, and log what training_step logs."""
         seen, module = self.seen, self.module
         seen._at(step, seen._epoch)
         index = step.number % seen.num_training_batches

@@ -12,7 +12,7 @@ script with a transformers.Trainer → here: TrainingArguments (transformers_arg
 What always holds:
 1. What a script gives is taken over with the meaning that it has in transformers, or refused at
    once, by name.
-2. The gradient is that of the mean over all tokens of the global batch, for any number of shards
+2. The gradient is that of the mean over all tokens of the global batch, for any number of micro-batches
    and workers, where transformers counts tokens (num_items_in_batch).
 3. What a subclass overrides is called, or refused.
 
@@ -85,7 +85,7 @@ class Elastic(Base):  # type: ignore[misc]
     It takes the arguments of transformers.Trainer. `devices` is the number of devices for which
     `per_device_train_batch_size` was chosen. The global batch is the product of that size,
     gradient_accumulation_steps and `devices`; it has gradient_accumulation_steps x `devices`
-    shards. Neither depends on the number of workers.
+    micro-batches. Neither depends on the number of workers.
 
     `run_dir` (without a launcher, output_dir by default), `store`, `reduce`, `on_nan`,
     `listeners`, `loggers` and `timeline` are options of elastic_trainer.Trainer.
@@ -193,7 +193,7 @@ class Elastic(Base):  # type: ignore[misc]
         dataset, collate = self._columns.of(self.train_dataset, "training")
         self.elastic = Trainer(
             self.model, self.optimizer, dataset, global_batch=numbers.global_batch,
-            shards=numbers.shards, until=f"{numbers.steps} steps", seed=args.seed,
+            microbatches=numbers.microbatches, until=f"{numbers.steps} steps", seed=args.seed,
             lr=self.lr_scheduler, clip_norm=args.max_grad_norm or None, precision=self.precision,
             drop_last=args.dataloader_drop_last, collate=collate, loader=self._loader,
             order=order_of(args, self.train_dataset, self.processing_class),
@@ -215,11 +215,11 @@ class Elastic(Base):  # type: ignore[misc]
         return str(self.args.output_dir)
 
     def _compute(self, step: Step, inputs: Any) -> None:
-        """Run forward and backward of one shard.
+        """Run forward and backward of one micro-batch.
 
-        Where transformers counts items, the loss of a shard is the sum over its items by their
+        Where transformers counts items, the loss of a micro-batch is the sum over its items by their
         number. Multiplied by it, the loss is a sum again, and the step divides by the number of all
-        shards. A loss that ignores num_items_in_batch is a mean, which becomes the same.
+        micro-batches. A loss that ignores num_items_in_batch is a mean, which becomes the same.
         """
         self.model.train()
         inputs = self._prepare_inputs(inputs)
@@ -383,7 +383,7 @@ def _refuse_collator(collator: Any) -> None:
         raise ConfigError(
             f"{type(collator).__name__}(seed={collator.seed}) draws from a generator of its own, "
             f"so its masks would depend on the worker. Leave seed out: torch is seeded for each "
-            f"shard.")
+            f"microbatch.")
 
 
 def _refuse_parallel(hf: Any) -> None:

@@ -6,7 +6,7 @@ What always holds:
 1. A field is taken over, or refused if it is not the default. Nothing is ignored in silence.
 2. A field that this module does not know is refused if it is not the default: a new version of
    transformers may have given it a meaning.
-3. Neither the global batch nor the number of shards depends on the number of workers.
+3. Neither the global batch nor the number of micro-batches depends on the number of workers.
 
 Source: transformers 5.24, training_args.py and trainer.py.
 """
@@ -63,10 +63,10 @@ REFUSED: dict[str, str] = {
     "use_liger_kernel": "Apply the kernels to the model before you give it to the trainer.",
     "liger_kernel_config": "Apply the kernels to the model before you give it to the trainer.",
     "neftune_noise_alpha":
-        "Add the noise in a forward hook of the embeddings: torch is seeded for each shard.",
+        "Add the noise in a forward hook of the embeddings: torch is seeded for each micro-batch.",
     "torch_empty_cache_steps": "Call torch.cuda.empty_cache() in a callback's on_step_end.",
     "auto_find_batch_size":
-        "Choose per_device_train_batch_size: the size of a shard is part of the result.",
+        "Choose per_device_train_batch_size: the size of a micro-batch is part of the result.",
     "include_num_input_tokens_seen": "Count tokens in a Trainer of elastic_trainer (step.log).",
     "report_to": "Use ElasticTrainer(loggers=[TensorBoard()]), or the callback "
                  "transformers.integrations.TensorBoardCallback().",
@@ -196,7 +196,7 @@ class Numbers:
     """The numbers of a run, from TrainingArguments and the declared number of devices."""
 
     global_batch: int
-    shards: int
+    microbatches: int
     steps_per_epoch: int
     steps: int
     micro_batches: int
@@ -226,12 +226,12 @@ def numbers_of(args: Any, samples: int, devices: int | None) -> Numbers:
             f"devices is not given, and the global batch must not depend on the number of workers. "
             f"Give ElasticTrainer(devices=4) for a global batch of "
             f"{each} x {accumulation} x 4 = {4 * each * accumulation} samples in "
-            f"{4 * accumulation} shards of {each}, for up to {4 * accumulation} workers.")
+            f"{4 * accumulation} micro-batches of {each}, for up to {4 * accumulation} workers.")
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ConfigError(f"devices is {devices!r}. Use a whole number from 1: the number of "
                           f"devices for which per_device_train_batch_size was chosen.")
-    shards = accumulation * devices
-    global_batch = each * shards
+    microbatches = accumulation * devices
+    global_batch = each * microbatches
     if args.dataloader_drop_last:
         per_epoch = samples // global_batch
         micro_batches = per_epoch * accumulation
@@ -247,7 +247,7 @@ def numbers_of(args: Any, samples: int, devices: int | None) -> Numbers:
         raise ConfigError(
             f"num_train_epochs is {args.num_train_epochs}, so no step would be done. Use more "
             f"than 0, or max_steps.")
-    return Numbers(global_batch=global_batch, shards=shards, steps_per_epoch=per_epoch,
+    return Numbers(global_batch=global_batch, microbatches=microbatches, steps_per_epoch=per_epoch,
                    steps=steps, micro_batches=micro_batches, accumulation=accumulation)
 
 

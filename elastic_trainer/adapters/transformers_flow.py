@@ -34,7 +34,7 @@ KEPT = ("epoch", "global_step", "log_history", "best_metric", "best_global_step"
 NEVER_CALLED = {
     "on_pre_optimizer_step": "the gradient of all workers arrives and is applied in one piece. Use "
                              "on_optimizer_step, which sees the gradient as it was applied",
-    "on_substep_end": "a worker computes some of the shards of a step. Use on_step_end",
+    "on_substep_end": "a worker computes some of the micro-batches of a step. Use on_step_end",
     "on_prediction_step": "a worker computes some of the batches. Use on_evaluate",
     "on_save": "checkpoints are written behind the training, and not into "
                "output_dir/checkpoint-N. Use on_step_end or on_epoch_end, and `elastic-trainer "

@@ -1,1 +1,1 @@
-"""Data: from the samples of a dataset to the batch of a shard."""
+"""Data: from the samples of a dataset to the batch of a micro-batch."""

@@ -1,12 +1,12 @@
 """Read the batches of a dataset: in the worker itself, or ahead in loader processes.
 
-option `loader` → here → shards, warm-up, evaluation: one batch after the other
+option `loader` → here → micro-batches, warm-up, evaluation: one batch after the other
 
 What always holds:
 1. A batch follows from its key alone. Neither the number of loader processes nor what was read
    before changes a bit of it.
 2. With a loader each sample has a seed of its own, so its augmentation does not depend on the other
-   samples of its shard. Without one, samples draw from the generators of their shard in turn.
+   samples of its micro-batch. Without one, samples draw from the generators of their micro-batch in turn.
 3. The processes hold the dataset as it was when they started. If a plain attribute of it changes in
    the worker, that is an error.
 """
@@ -89,7 +89,7 @@ class Reader:
 
     @property
     def seeds_samples(self) -> bool:
-        """True if each sample has a seed of its own: then a shard is seeded again behind it."""
+        """True if each sample has a seed of its own: then a micro-batch is seeded again behind it."""
         return self.loader is not None
 
     @property
@@ -236,17 +236,17 @@ class Readers:
 # --- keys -----------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class ShardRecipe:
-    """The samples and the seed of (step, phase, shard), or of the first `most` samples of it."""
+class MicrobatchRecipe:
+    """The samples and the seed of (step, phase, micro-batch), or of the first `most` samples of it."""
 
     schedule: Schedule
 
     def __call__(self, key: Key) -> tuple[numpy.ndarray, int]:
         if key[0] == DRAWN:
             return numpy.array(key[1:]), seed_of(self.schedule, 0, 0, 0)
-        step, phase, shard, *most = key
-        indices = self.schedule.shard_samples(step, shard)
-        return indices[:most[0]] if most else indices, seed_of(self.schedule, step, shard, phase)
+        step, phase, microbatch, *most = key
+        indices = self.schedule.microbatch_samples(step, microbatch)
+        return indices[:most[0]] if most else indices, seed_of(self.schedule, step, microbatch, phase)
 
 
 @dataclass(frozen=True)
@@ -260,14 +260,14 @@ class BatchRecipe:
     def __call__(self, key: Key) -> tuple[numpy.ndarray, int]:
         start = key[0] * self.batch_size
         indices = numpy.arange(start, min(start + self.batch_size, self.samples))
-        return indices, self.schedule.shard_seed(0, key[0])
+        return indices, self.schedule.microbatch_seed(0, key[0])
 
 
 def keys_after(key: Key, schedule: Schedule, mine: Iterable[int], phases: int) -> Iterator[Key]:
-    """Yield the keys of a worker's shards behind one of them, to the end of the run."""
-    (step, first), shards = key[:2], list(mine)
+    """Yield the keys of a worker's micro-batches behind one of them, to the end of the run."""
+    (step, first), microbatches = key[:2], list(mine)
     for now in range(step, schedule.steps):
         for phase in range(first if now == step else 0, phases):
-            for shard in shards:
-                if (now, phase, shard) > key and schedule.shard_positions(now, shard):
-                    yield now, phase, shard
+            for microbatch in microbatches:
+                if (now, phase, microbatch) > key and schedule.microbatch_positions(now, microbatch):
+                    yield now, phase, microbatch

@@ -1,6 +1,6 @@
 """The worker's side of a loader: it asks loader processes for batches ahead, and takes them.
 
-shards, warm-up, evaluation → here ⇄ loader processes (loader_process.py)
+micro-batches, warm-up, evaluation → here ⇄ loader processes (loader_process.py)
 
 What always holds:
 1. `take` returns the batch of the key that is asked for, and no other one, whatever was asked

@@ -53,7 +53,7 @@ OOM_SCORE = "500"
 """Added to the badness of a loader process (proc(5), oom_score_adj): the kernel kills it rather
 than the worker, and it is started again."""
 Key = tuple[int, ...]
-"""What a request asks for, e.g. (step, phase, shard)."""
+"""What a request asks for, e.g. (step, phase, micro-batch)."""
 DRAWN = -1
 """The first number of a request for the digests of one sample (leaves.py), not for a batch."""
 Recipe = Callable[[Key], tuple[numpy.ndarray, int]]

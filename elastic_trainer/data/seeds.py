@@ -1,6 +1,6 @@
-"""The seeds of random generators: of a shard, and of each sample that a loader reads.
+"""The seeds of random generators: of a micro-batch, and of each sample that a loader reads.
 
-schedule (the seed of a shard) → here → torch, random and numpy
+schedule (the seed of a micro-batch) → here → torch, random and numpy
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from elastic_trainer.schedule.schedule import Schedule
 
 
-def seed_of(schedule: Schedule, step: int, shard: int, phase: int) -> int:
-    """Return the seed of a shard in a phase of a step; of its end, if `shard` is their number."""
-    return schedule.shard_seed(step, shard + phase * (schedule.shards + 1))
+def seed_of(schedule: Schedule, step: int, microbatch: int, phase: int) -> int:
+    """Return the seed of a micro-batch in a phase of a step; of its end, if `microbatch` is their number."""
+    return schedule.microbatch_seed(step, microbatch + phase * (schedule.microbatches + 1))
 
 
 def seed_everything(seed: int) -> None:

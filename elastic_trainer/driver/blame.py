@@ -76,11 +76,11 @@ class Blame:
         is_only_host = len(self.roster.listed) < 2
         of_step = [one for one in self.machine_faults if one[1].step == fault.step]
         same = [(other, one) for other, one in of_step
-                if one.shard == fault.shard and (other != host or is_only_host)]
+                if one.microbatch == fault.microbatch and (other != host or is_only_host)]
         self.machine_faults = [*of_step, (host, fault)]
         if same and not self.user_error:
             other, one = same[0]
-            part = f"Shard {fault.shard} of step" if fault.shard >= 0 else "Step"
+            part = f"Micro-batch {fault.microbatch} of step" if fault.microbatch >= 0 else "Step"
             self.user_error = (
                 f"{part} {fault.step} fails with {one.kind} on {other} and with {fault.kind} on "
                 f"{host}, so no machine is at fault.\n\n"

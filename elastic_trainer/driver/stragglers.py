@@ -1,10 +1,10 @@
 """A worker that computes slower than its peers over many steps: it makes all of them wait.
 
-heartbeats (each worker's own time for a shard) → here → driver.straggler_found → membership, if
+heartbeats (each worker's own time for a micro-batch) → here → driver.straggler_found → membership, if
 stragglers are replaced
 
 What always holds:
-1. A worker is compared by its own time for one shard: forward and backward. Waiting for others, or
+1. A worker is compared by its own time for one micro-batch: forward and backward. Waiting for others, or
    for its loader, is no part of it.
 2. A host is named when its workers, and those of no other, were the slowest in WINDOWS windows in a
    row, which together last `straggler_s`.
@@ -26,7 +26,7 @@ from elastic_trainer.events.mark import WINDOW
 SLOWER = 1.5
 """A straggler takes this many times the median of its peers."""
 LEAST_S = 0.005
-"""A smaller difference for a shard is no reason to replace a host."""
+"""A smaller difference for a micro-batch is no reason to replace a host."""
 WINDOWS = 3
 LEAST_PEERS = 2
 
@@ -34,7 +34,7 @@ LEAST_PEERS = 2
 def slowest(own_s: Mapping[str, float], host_of: Mapping[str, str]) -> tuple[list[str], float]:
     """Return the workers of one host that are slower than their peers, the slowest first, and the
     median of their peers: the workers on other hosts, or if these are too few, all others. A worker
-    without shards has 0.
+    without micro-batches has 0.
     """
     own_s = {name: seconds for name, seconds in own_s.items() if seconds}
     if len(own_s) <= LEAST_PEERS:

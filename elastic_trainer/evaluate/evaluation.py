@@ -59,7 +59,7 @@ class Examination:
                  loader: Loader | None = None):
         if why := refused_dataset(dataset):
             raise ValueError(why)
-        size = batch_size or max(1, job.schedule.global_batch // job.schedule.shards)
+        size = batch_size or max(1, job.schedule.global_batch // job.schedule.microbatches)
         if batch_size is not None and batch_size < 1 or not len(dataset):
             raise ValueError(f"evaluate() got {len(dataset)} samples and batch_size={batch_size}. "
                              f"Give at least one sample, and a batch_size of 1 or more.")
@@ -79,7 +79,7 @@ class Examination:
 
     def found(self, number: int, following: Sequence[int] = ()) -> Found:
         """Compute one batch, and have the following ones read. Costs: its forward pass."""
-        job, seed = self.job, self.job.schedule.shard_seed(0, number)
+        job, seed = self.job, self.job.schedule.microbatch_seed(0, number)
         with self._apart():
             batch = self.reader.batch(seed, (number,), ((one,) for one in following))
             self._metrics.reset()

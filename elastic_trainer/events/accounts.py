@@ -38,7 +38,7 @@ class Crew:
     ready: set[str] = field(default_factory=set)
     members: set[str] = field(default_factory=set)
     spares: set[str] = field(default_factory=set)
-    """The members without a shard."""
+    """The members without a micro-batch."""
     is_doubtful: bool = False
     """It was listed when the last attempt ended, and this attempt has not listed it yet."""
 
@@ -113,8 +113,8 @@ class Accounts:
         self._open: dict[str, Life] = {}
         """The lives that have not ended."""
         self.until = math.inf
-        self.least, self.shards = 1, 0
-        """The fewest workers with which the run trains; the shards of a batch, 0: unknown."""
+        self.least, self.microbatches = 1, 0
+        """The fewest workers with which the run trains; the micro-batches of a batch, 0: unknown."""
         self._slots, self._has_list = 0, False
         self._waiting: deque[Change] = deque()
         self._steps_from = math.inf
@@ -231,7 +231,7 @@ class Accounts:
     def form(self, members: Mapping[str, str], now: float) -> None:
         """Take the workers of a new world in the order of their ranks, with their hosts."""
         self._hosts = tuple(dict.fromkeys(members.values()))
-        spares = list(members)[self.shards:] if self.shards else []
+        spares = list(members)[self.microbatches:] if self.microbatches else []
         for host, crew in list(self.crews.items()):
             if crew.is_doubtful:
                 self._cut(host, now)

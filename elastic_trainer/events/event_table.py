@@ -61,7 +61,7 @@ _WORKER = reads(worker=NAME, host=HOST, pid=PID)
 _JOB = (
     EventKind(
         "job.described", DETAIL, "Rank 0 describes the job at the start of each generation.",
-        (*reads(attempt=ATTEMPT, dataset_size=SAMPLES, global_batch=SAMPLES, shards=WHOLE,
+        (*reads(attempt=ATTEMPT, dataset_size=SAMPLES, global_batch=SAMPLES, microbatches=WHOLE,
                 seed=SEED), *may_read(epochs=WHOLE, max_steps=STEP, steps=STEP, reduce=NAME,
                                       drop_last=FLAG, checkpoint_every=NAME),
          *may_have(dropped_samples=SAMPLES, order=NAME, order_sha256=NAME))),
@@ -89,8 +89,8 @@ _JOB = (
     EventKind(
         "job.overridden", WARNING,
         "`elastic-trainer tune` or `scaling` measures this run. Its numbers hold instead of the "
-        "script's.", has(steps=WHOLE, shards=WHOLE, global_batch=WHOLE),
-        "a measurement: shards {shards}, global batch {global_batch}"),
+        "script's.", has(steps=WHOLE, microbatches=WHOLE, global_batch=WHOLE),
+        "a measurement: micro-batches {microbatches}, global batch {global_batch}"),
     EventKind(
         "worker.memory_measured", DETAIL,
         "In a measurement: the most memory that torch held on this worker's GPU, when the worker "
@@ -107,10 +107,10 @@ _JOB = (
         "the sparse gradients of {parameters:list} are summed densely: {bytes} bytes a step",
         remedy="Use sparse=False: the steps are the same."),
     EventKind(
-        "job.workers_idle", WARNING, "The world has more workers than a batch has shards.",
-        has(size=WHOLE, shards=WHOLE, idle=WHOLE),
-        "the {shards:#shard} of a batch leave {idle:#worker} of {size} without work",
-        remedy="Use as many shards as workers (for a new run), or fewer workers."),
+        "job.workers_idle", WARNING, "The world has more workers than a batch has micro-batches.",
+        has(size=WHOLE, microbatches=WHOLE, idle=WHOLE),
+        "the {microbatches:#micro-batch} of a batch leave {idle:#worker} of {size} without work",
+        remedy="Use as many micro-batches as workers (for a new run), or fewer workers."),
 )
 
 _HOSTS_AND_WORKERS = (
@@ -220,9 +220,9 @@ _WORKERS = (
     EventKind(
         "worker.machine_failed", ERROR,
         "The user's code met a fault of its machine (EIO, ENOSPC, MemoryError, …). The worker "
-        "leaves, and the others do the step again. The same fault in the same shard on a second "
+        "leaves, and the others do the step again. The same fault in the same micro-batch on a second "
         "host ends the run.",
-        has(host=NAME, error=NAME, step=STEP, shard=WHOLE_OR_MINUS_ONE, text=TEXT),
+        has(host=NAME, error=NAME, step=STEP, microbatch=WHOLE_OR_MINUS_ONE, text=TEXT),
         "host {host}: the user's code met {error} in step {step}",
         remedy="Look at the disk and the memory of the host."),
     EventKind(
@@ -234,8 +234,8 @@ _WORKERS = (
         remedy="If it was killed for memory, use fewer processes (`Loader(workers=…)`)."),
     EventKind(
         "worker.loss_not_finite", WARNING,
-        "A loss is NaN or infinite. The event names shards and samples.",
-        has(step=STEP, loss=NUMBER, shards=LIST, samples=LIST, on_nan=one_of("raise", "skip",
+        "A loss is NaN or infinite. The event names micro-batches and samples.",
+        has(step=STEP, loss=NUMBER, microbatches=LIST, samples=LIST, on_nan=one_of("raise", "skip",
                                                                              "continue")),
         "the loss of step {step} is {loss}",
         remedy="Choose `on_nan`: raise (default), skip or continue."),

@@ -192,7 +192,7 @@ class History:
         self.is_redoing = True
 
     def _job_described(self, event: Event) -> None:
-        self.accounts.shards = int(event["shards"])
+        self.accounts.microbatches = int(event["microbatches"])
         if self.finished and event.get("steps") != self.finished["steps"]:
             self.finished = None  # resumed with more steps
 

@@ -27,7 +27,7 @@ class Account(str, Enum):
     CHECKPOINT = "checkpoint pause"
     """The snapshot at the end of a step. The upload is behind the training."""
     IDLE = "idle"
-    """Between steps (evaluations, the user's own code), and a worker without a shard."""
+    """Between steps (evaluations, the user's own code), and a worker without a micro-batch."""
     STANDBY = "standby"
     """A booted worker waits while the others train."""
     BOOTING = "booting"
@@ -47,7 +47,7 @@ class Part(Enum):
 
     MEMBER = "member"
     SPARE = "spare"
-    """A member without a shard."""
+    """A member without a micro-batch."""
     READY = "ready"
     BOOTING = "booting"
     """It is listed, and no worker of it is ready."""

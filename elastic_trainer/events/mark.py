@@ -1,6 +1,6 @@
-"""What this worker's loop does now: its phase, shard, batch or bucket, and since when.
+"""What this worker's loop does now: its phase, micro-batch, batch or bucket, and since when.
 
-shards, points of the loop (trace.POINTS), World.wait → here → heartbeats → the driver
+micro-batches, points of the loop (trace.POINTS), World.wait → here → heartbeats → the driver
 (launch/stalls)
 
 What always holds:
@@ -27,7 +27,7 @@ from typing import Any
 from elastic_trainer.wire.heartbeat import At
 
 WINDOW = 16
-"""The usual time of a step, and a worker's own time for a shard, are medians of this many steps."""
+"""The usual time of a step, and a worker's own time for a micro-batch, are medians of this many steps."""
 FIRST_STEPS = 3
 """The steps of a process that may take long: it compiles, and fills its caches."""
 FORMING = "forming"
@@ -48,7 +48,7 @@ class Mark:
 
     def __init__(self) -> None:
         self.now: tuple[str, str, Any, float] = "", "", None, 0.0
-        """The phase, the shard or batch, its samples, and since when."""
+        """The phase, the micro-batch or batch, its samples, and since when."""
         self.bucket = ""
         """The collective that the loop waits for."""
         self.step, self.begun, self.steps = -1, 0.0, 0
@@ -57,24 +57,24 @@ class Mark:
         """How long the step in flight took until its newest phase was applied."""
         self._waits_since = self._waited_at = 0.0
         self._is_waiting = False
-        self._computes_since, self._own_s, self._shards = 0.0, 0.0, 0
+        self._computes_since, self._own_s, self._microbatches = 0.0, 0.0, 0
         """Of the step in flight: the begin of its phase, and the forward and backward passes' time
-        for so many shards."""
+        for so many micro-batches."""
         self._took: deque[float] = deque(maxlen=WINDOW)
         self._own: deque[float] = deque(maxlen=WINDOW)
 
     def begin(self, step: int, phase: int = 0) -> None:
         """Begin a step, or with a number above 0 a further phase of it."""
         self._computes_since = time.monotonic()
-        self.now = "load", "", None, self._computes_since  # of its first shard, soon
+        self.now = "load", "", None, self._computes_since  # of its first micro-batch, soon
         if phase and self._done_s:
             return
         if self._done_s and step > self.step:  # not a step that is done again
             self._took.append(self._done_s)
             self.steps += 1
-            if self._shards:
-                self._own.append(self._own_s / self._shards)
-        self._done_s, self._own_s, self._shards = 0.0, 0.0, 0
+            if self._microbatches:
+                self._own.append(self._own_s / self._microbatches)
+        self._done_s, self._own_s, self._microbatches = 0.0, 0.0, 0
         self.step, self.begun = step, self._computes_since
 
     def enter(self, phase: str, what: str = "", samples: Any = None) -> None:
@@ -82,7 +82,7 @@ class Mark:
         self._waited_at, now = 0.0, time.monotonic()
         if self.now[0] == "load":  # a loader is ahead on a worker that waits for others
             self._own_s -= now - self.now[-1]
-        self._shards += phase == "load"
+        self._microbatches += phase == "load"
         self.now = phase, what, samples, now
 
     def wait(self) -> None:
@@ -111,7 +111,7 @@ class Mark:
 
     def leave(self) -> None:
         """End with the world. Steps take another time in the next one, and this worker may have no
-        shards there."""
+        micro-batches there."""
         self.begun = self._done_s = 0.0
         self._took.clear()
         self._own.clear()

@@ -66,7 +66,7 @@ class WorkerNow:
     does: str = ""
     """The phase of its loop (mark.PHASES); "": it is in no step."""
     what: str = ""
-    """The shard and its samples, the batch, or the bucket; "": none."""
+    """The micro-batch and its samples, the batch, or the bucket; "": none."""
     does_for_s: float = 0.0
     """How long the phase has lasted."""
 

@@ -134,7 +134,7 @@ def _is_machine_fault(value: Any) -> bool:
     """True for the fields of membership.MachineFault that a worker sends."""
     if value == {}:
         return True
-    checks: dict[str, Check] = {"step": WHOLE_OR_MINUS_ONE.check, "shard": WHOLE_OR_MINUS_ONE.check,
+    checks: dict[str, Check] = {"step": WHOLE_OR_MINUS_ONE.check, "microbatch": WHOLE_OR_MINUS_ONE.check,
                                 "kind": NAME.check, "text": TEXT.check}
     return (type(value) is dict and value.keys() == checks.keys()
             and all(is_right(value[name]) for name, is_right in checks.items()))

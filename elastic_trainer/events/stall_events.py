@@ -45,10 +45,10 @@ STALLS = (
     EventKind(
         "driver.straggler_found", WARNING,
         "A worker has computed slower than its peers over many steps: `own_s` and the median of "
-        "its peers are for one shard. With --replace-stragglers it leaves (`is_replaced`).",
+        "its peers are for one micro-batch. With --replace-stragglers it leaves (`is_replaced`).",
         (*reads(host=HOST, own_s=SECONDS, peers_s=SECONDS),
          *has(worker=NAME, step=STEP, is_replaced=FLAG)),
-        "host {host} is slow: it computes {own_s:.3f} s for a shard, its peers {peers_s:.3f} s",
+        "host {host} is slow: it computes {own_s:.3f} s for a micro-batch, its peers {peers_s:.3f} s",
         remedy="Look at the host: other processes, clock, temperature. --replace-stragglers keeps "
                "it out."),
 )

@@ -1,6 +1,6 @@
 """The timeline of one worker: a file of spans for each generation, for Perfetto or chrome://tracing.
 
-points and events, spans of shards, reducer and checkpoints → here → runs/NAME/timeline → phases
+points and events, spans of micro-batches, reducer and checkpoints → here → runs/NAME/timeline → phases
 
 What always holds:
 1. A file is a JSON array in the format of trace events, one event a line. A file that was not
@@ -38,7 +38,7 @@ from elastic_trainer.host.modes import make_folder, private
 
 FOLDER = "timeline"
 MAX_BYTES = 32 << 20
-"""Of a file with its older half: about 20,000 steps of 8 shards."""
+"""Of a file with its older half: about 20,000 steps of 8 micro-batches."""
 FOLDER_BYTES = 1 << 30
 OLD = ".old.json"
 LOOP, NETWORK = 1, 2

@@ -37,7 +37,7 @@ def main() -> None:
         training,
         loss=digit_loss,
         global_batch=options.global_batch,
-        shards=options.shards,
+        microbatches=options.microbatches,
         epochs=options.epochs,
         max_steps=options.steps,
         seed=options.seed,
@@ -55,7 +55,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="optimizer updates, to end before --epochs do")
     parser.add_argument("--global-batch", type=int, default=64,
                         help="images per step, over all workers")
-    parser.add_argument("--shards", type=int, default=8,
+    parser.add_argument("--microbatches", type=int, default=8,
                         help="parts of the global batch: the largest number of workers")
     parser.add_argument("--learning-rate", type=float, default=0.1,
                         help="the highest one, after the warm-up")

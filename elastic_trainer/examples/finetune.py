@@ -5,7 +5,7 @@
 Read main() first. The model is a LlamaForCausalLM that is built from a configuration, so nothing is
 downloaded. Each text is a function or class at the top level of a file, so texts have different
 lengths, and a batch is padded. The loss is the sum over its tokens, with their number: the gradient
-is that of the mean over all tokens of the global batch, for any number of shards. Expected: the
+is that of the mean over all tokens of the global batch, for any number of micro-batches. Expected: the
 loss of the held-out texts falls from 5.6 (ln 258: every token is equally likely) to about 1.9 in
 200 steps.
 """
@@ -48,7 +48,7 @@ def main() -> None:
                           betas=(0.9, 0.95)),
         training,
         global_batch=options.global_batch,
-        shards=options.shards,
+        microbatches=options.microbatches,
         until=f"{options.steps} steps",
         seed=options.seed,
         lr=cosine(warmup_steps=options.steps // 10, total_steps=options.steps, floor=0.1),
@@ -75,7 +75,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=200, help="optimizer updates")
     parser.add_argument("--global-batch", type=int, default=32,
                         help="texts per step, over all workers")
-    parser.add_argument("--shards", type=int, default=8,
+    parser.add_argument("--microbatches", type=int, default=8,
                         help="parts of the global batch: the largest number of workers")
     parser.add_argument("--learning-rate", type=float, default=2e-3,
                         help="the highest one, after the warm-up")

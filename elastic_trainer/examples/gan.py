@@ -4,7 +4,7 @@
 
 Read main() first. Two optimizers train in turns: each step has a phase for the discriminator `d`
 and one for the generator `g`. Both are parts of one model, and the noise comes from the random
-numbers of the shard, so the digits are the same for every number of workers.
+numbers of the micro-batch, so the digits are the same for every number of workers.
 
 Expected: after 1500 steps the images look like digits. `--show` prints one, in characters.
 
@@ -36,7 +36,7 @@ def main() -> None:
         gan,
         {"d": torch.optim.Adam(gan.discriminator.parameters(), lr=rate, betas=betas),
          "g": torch.optim.Adam(gan.generator.parameters(), lr=rate, betas=betas)},
-        digits(), global_batch=options.global_batch, shards=options.shards,
+        digits(), global_batch=options.global_batch, microbatches=options.microbatches,
         until=f"{options.steps} steps", seed=options.seed,
         checkpoint_every=options.checkpoint_every)
     for step in trainer:
@@ -117,7 +117,7 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, default=1500,
         help="steps, each with an update of both nets (%(default)s)")
     add("--global-batch", type=int, default=64, help="images per step, over all workers")
-    add("--shards", type=int, default=4,
+    add("--microbatches", type=int, default=4,
         help="parts of the global batch: the largest number of workers. BatchNorm works on one "
              "part")
     add("--learning-rate", type=float, default=1e-3, help="of both optimizers (%(default)s)")

@@ -38,7 +38,7 @@ def main() -> None:
         SourceWindows(standard_library(), model.context),
         loss=next_byte_loss,
         global_batch=options.global_batch,
-        shards=options.shards,
+        microbatches=options.microbatches,
         epochs=options.epochs,
         max_steps=options.steps,
         seed=options.seed,
@@ -59,7 +59,7 @@ def parse_options() -> argparse.Namespace:
                         help="the largest number of passes over the windows")
     parser.add_argument("--global-batch", type=int, default=32,
                         help="windows per step, over all workers")
-    parser.add_argument("--shards", type=int, default=8,
+    parser.add_argument("--microbatches", type=int, default=8,
                         help="parts of the global batch: the largest number of workers")
     parser.add_argument("--learning-rate", type=float, default=2e-3,
                         help="the highest one, after the warm-up")

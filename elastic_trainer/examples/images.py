@@ -41,7 +41,7 @@ def main() -> None:
     steps = options.steps or options.epochs * -(-len(training) // options.global_batch)
     loader = Loader(workers=options.loader) if options.loader else None
     trainer = Trainer(
-        model, optimizer, training, global_batch=options.global_batch, shards=options.shards,
+        model, optimizer, training, global_batch=options.global_batch, microbatches=options.microbatches,
         until=f"{steps} steps", seed=options.seed, precision=options.precision,
         loader=loader, ema=options.ema or None,
         lr=cosine(warmup_steps=steps // 10, total_steps=steps),
@@ -76,7 +76,7 @@ def parse_options() -> argparse.Namespace:
     add("--steps", type=int, help="optimizer updates, instead of --epochs")
     add("--global-batch", type=int, default=128,
         help="images per step, over all workers (%(default)s)")
-    add("--shards", type=int, default=4,
+    add("--microbatches", type=int, default=4,
         help="parts of the global batch: the largest number of workers. BatchNorm works on one "
              "part (%(default)s)")
     add("--learning-rate", type=float, default=0.1,

@@ -34,7 +34,7 @@ POINTS = ("job.described", "step.noted", "step.evaluated", "step.logged",
           "step.handed_over")
 CLOSE_S = 30.0
 """For how long the end of a run waits for its loggers."""
-CONFIG = ("dataset_size", "global_batch", "shards", "epochs", "seed", "steps", "reduce")
+CONFIG = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "steps", "reduce")
 
 
 class Rows:

@@ -1,1 +1,1 @@
-"""Measurements of the user's own script before a run: the shard size, and scaling."""
+"""Measurements of the user's own script before a run: the micro-batch size, and scaling."""

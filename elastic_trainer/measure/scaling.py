@@ -145,11 +145,11 @@ def measure(plan: Plan) -> tuple[list[Row], list[str], dict[Case, list[float]]]:
 
 
 def run_case(plan: Plan, case: Case, timeline: bool = False) -> worlds.Ran:
-    """Run one case once. The demos have one shard for each worker, as DDP does."""
+    """Run one case once. The demos have one micro-batch for each worker, as DDP does."""
     if case.arm == PEER:
         return worlds.peer(plan.demo, case, plan.steps, plan.batch, plan.folder)
-    shards = case.workers // case.scale if plan.demo else 0
-    return worlds.ours(plan.command, case, plan.steps, shards, plan.folder, timeline)
+    microbatches = case.workers // case.scale if plan.demo else 0
+    return worlds.ours(plan.command, case, plan.steps, microbatches, plan.folder, timeline)
 
 
 def cost_of(plan: Plan, row: Row, parts: dict[Case, dict[str, float]]) -> str:

@@ -48,9 +48,9 @@ GPU = Path("/dev/nvidia0")
 class Trial:
     """What a measured run has shown."""
 
-    shards: int
+    microbatches: int
     samples: int
-    """Of a shard of a full batch."""
+    """Of a micro-batch of a full batch."""
     ending: str
     """"whole", "memory", or the last line of its output."""
     step_s: float = 0.0
@@ -69,7 +69,7 @@ class Measured:
     """What one process has left behind."""
 
     ending: str
-    shards: int
+    microbatches: int
     global_batch: int
     step_s: float
     host_bytes: int
@@ -142,7 +142,7 @@ def read(folder: Path, exit_code: int, peak: int, is_over: bool) -> Measured:
     else:
         ending = "whole" if seconds else "too few steps"
     return Measured(
-        ending=ending, shards=int(facts.get("shards", 0)),
+        ending=ending, microbatches=int(facts.get("microbatches", 0)),
         global_batch=int(facts.get("global_batch", 0)),
         step_s=statistics.median(seconds) if seconds else 0.0, host_bytes=peak,
         device_bytes=max(held, default=0), last_lines=last_lines)

@@ -1,11 +1,11 @@
-"""`elastic-trainer tune`: the largest and the fastest size of a shard that fits into memory.
+"""`elastic-trainer tune`: the largest and the fastest size of a micro-batch that fits into memory.
 
     elastic-trainer tune --workers 4 -- python my_train.py
 
-command line → here ⇄ trial (one process, a few steps, one number of shards) → table, recommendation
+command line → here ⇄ trial (one process, a few steps, one number of micro-batches) → table, recommendation
 
 What always holds:
-1. The global batch stays that of the script. A number of shards is only its division.
+1. The global batch stays that of the script. A number of micro-batches is only its division.
 2. A size that would not fit, by the memory of two smaller ones, is not tried.
 3. A recommended number is one that has run, and a multiple of the number of workers.
 """
@@ -26,19 +26,19 @@ from elastic_trainer.wire.plain import plain
 from elastic_trainer.wire.redact import redacted_command
 
 ALIKE = 1.03
-"""Step times that differ by less are alike: then more shards are better, with less memory."""
-BATCH_NORM = ("With BatchNorm the number of shards is part of the result, because it computes its "
-              "statistics over one shard. Give a run with another number another name.")
+"""Step times that differ by less are alike: then more micro-batches are better, with less memory."""
+BATCH_NORM = ("With BatchNorm the number of micro-batches is part of the result, because it computes its "
+              "statistics over one micro-batch. Give a run with another number another name.")
 
 
-def next_shards(trials: Sequence[Trial], candidates: Sequence[int], limit: int) -> int | None:
-    """Return the number of shards to try next; None: the picture is whole.
+def next_microbatches(trials: Sequence[Trial], candidates: Sequence[int], limit: int) -> int | None:
+    """Return the number of micro-batches to try next; None: the picture is whole.
 
-    First fewer and fewer shards, which are larger, until one would not fit. Then more and more,
+    First fewer and fewer micro-batches, which are larger, until one would not fit. Then more and more,
     while each is faster than the one before.
     """
-    tried = {trial.shards: trial for trial in trials}
-    whole = sorted(shards for shards, trial in tried.items() if trial.is_whole)
+    tried = {trial.microbatches: trial for trial in trials}
+    whole = sorted(microbatches for microbatches, trial in tried.items() if trial.is_whole)
     if not whole:
         return None
     fewer = [number for number in candidates if number < whole[0]]
@@ -49,20 +49,20 @@ def next_shards(trials: Sequence[Trial], candidates: Sequence[int], limit: int) 
     return more[0] if more and more[0] not in tried and is_faster else None
 
 
-def predicted(trials: Sequence[Trial], shards: int) -> int:
-    """Return the memory that a number of shards would need: a line through the two largest sizes
+def predicted(trials: Sequence[Trial], microbatches: int) -> int:
+    """Return the memory that a number of micro-batches would need: a line through the two largest sizes
     that have run, from their samples; 0: only one has."""
     whole = sorted((trial for trial in trials if trial.is_whole), key=lambda trial: -trial.samples)
     if len(whole) < 2:
         return 0
     large, small = whole[:2]
     slope = (large.host_bytes - small.host_bytes) / max(1, large.samples - small.samples)
-    samples = large.samples * large.shards / shards
+    samples = large.samples * large.microbatches / microbatches
     return int(large.host_bytes + max(0.0, slope) * (samples - large.samples))
 
 
 def candidates_of(global_batch: int, workers: int, own: int) -> list[int]:
-    """Return the numbers of shards that are worth a trial: those that workers share evenly."""
+    """Return the numbers of micro-batches that are worth a trial: those that workers share evenly."""
     found = {own} if own % workers == 0 else set()
     number = workers
     while number <= global_batch:
@@ -72,14 +72,14 @@ def candidates_of(global_batch: int, workers: int, own: int) -> list[int]:
 
 
 def best_of(trials: Sequence[Trial], workers: int) -> Trial | None:
-    """Return the trial whose number of shards is recommended: the fastest one that workers share
-    evenly, and of those alike the one with the most shards."""
-    whole = [trial for trial in trials if trial.is_whole and trial.shards % workers == 0]
+    """Return the trial whose number of micro-batches is recommended: the fastest one that workers share
+    evenly, and of those alike the one with the most micro-batches."""
+    whole = [trial for trial in trials if trial.is_whole and trial.microbatches % workers == 0]
     if not whole:
         return None
     fastest_s = min(trial.step_s for trial in whole)
     return max((trial for trial in whole if trial.step_s <= ALIKE * fastest_s),
-               key=lambda trial: trial.shards)
+               key=lambda trial: trial.microbatches)
 
 
 # --- the command ------------------------------------------------------------------------------
@@ -88,7 +88,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     add("--workers", type=int, default=4,
-        help="the number of workers that will share the shards (%(default)s)")
+        help="the number of workers that will share the micro-batches (%(default)s)")
     add("--steps", type=int, default=8, help="steps of each trial (%(default)s)")
     add("--memory", metavar="GIB", type=float,
         help="the most memory of one worker, with its loader processes (90 %% of what is left)")
@@ -100,9 +100,9 @@ def run(argv: Sequence[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
         prog="elastic-trainer tune", usage="%(prog)s [options] -- python my_train.py …",
-        description="Find the number of shards with which a script trains fastest, in the memory "
+        description="Find the number of micro-batches with which a script trains fastest, in the memory "
                     "that there is. The script runs a few steps in one process, with the same "
-                    "global batch and several numbers of shards.")
+                    "global batch and several numbers of micro-batches.")
     add_options(parser)
     options = parser.parse_args(argv[:at])
     command = list(argv[at + 1 :])
@@ -114,7 +114,7 @@ def run(argv: Sequence[str]) -> int:
     limit = int(options.memory * 2**30) if options.memory else limit_bytes()
     folder = options.runs_dir / f"tune-{time.strftime('%Y%m%d-%H%M%S')}"
     shown = shlex.join(redacted_command(command))
-    print(f"{shown}: {options.steps} steps for each number of shards, with at most "
+    print(f"{shown}: {options.steps} steps for each number of micro-batches, with at most "
           f"{gibibytes(limit)} of memory, in {folder}", flush=True)
     trials, candidates = find(command, options.workers, options.steps, folder, limit)
     show(trials, candidates, options.workers, limit)
@@ -123,9 +123,9 @@ def run(argv: Sequence[str]) -> int:
 
 def find(command: Sequence[str], workers: int, steps: int, folder: Path,
          limit: int) -> tuple[list[Trial], list[int]]:
-    """Try numbers of shards; return the trials and the candidates. Raises ConfigError."""
+    """Try numbers of micro-batches; return the trials and the candidates. Raises ConfigError."""
     own = measure(command, Override(steps=steps), folder / "own", limit)
-    if not own.shards:
+    if not own.microbatches:
         raise ConfigError(
             f"The script has ended before it trained: {own.ending}. Its output is in "
             f"{folder / 'own'}. tune needs a script that calls train() or Trainer.\n"
@@ -134,18 +134,18 @@ def find(command: Sequence[str], workers: int, steps: int, folder: Path,
         raise ConfigError(f"The script fails with its own options: {own.ending}. Its output is in "
                           f"{folder / 'own'}.\n{own.last_lines}")
     batch = own.global_batch
-    candidates = candidates_of(batch, workers, own.shards)
+    candidates = candidates_of(batch, workers, own.microbatches)
     if not candidates:
         raise ConfigError(f"global_batch is {batch}, which {workers} workers cannot share. Use "
                           f"--workers {batch} or fewer.")
-    trials = [Trial(shards=own.shards, samples=-(-batch // own.shards), ending=own.ending,
+    trials = [Trial(microbatches=own.microbatches, samples=-(-batch // own.microbatches), ending=own.ending,
                     step_s=own.step_s, host_bytes=own.host_bytes, device_bytes=own.device_bytes)]
-    upwards = [number for number in candidates if number > own.shards]
-    while number := (next_shards(trials, candidates, limit) if any(t.is_whole for t in trials)
+    upwards = [number for number in candidates if number > own.microbatches]
+    while number := (next_microbatches(trials, candidates, limit) if any(t.is_whole for t in trials)
                      else next(iter(upwards[len(trials) - 1 :]), None)):
         print(told(trials[-1]), flush=True)
-        found = measure(command, Override(steps=steps, shards=number), folder / f"{number}", limit)
-        trials.append(Trial(shards=number, samples=-(-batch // number), ending=found.ending,
+        found = measure(command, Override(steps=steps, microbatches=number), folder / f"{number}", limit)
+        trials.append(Trial(microbatches=number, samples=-(-batch // number), ending=found.ending,
                             step_s=found.step_s, host_bytes=found.host_bytes,
                             device_bytes=found.device_bytes))
     print(told(trials[-1]), flush=True)
@@ -156,7 +156,7 @@ def told(trial: Trial) -> str:
     """Return the line of a trial that has ended."""
     how = {"whole": f"{trial.step_s:.3f} s a step, {gibibytes(trial.host_bytes)}",
            "memory": "not enough memory"}.get(trial.ending, trial.ending)
-    return f"shards={trial.shards}: {plain(how)}"
+    return f"microbatches={trial.microbatches}: {plain(how)}"
 
 
 def show(trials: Sequence[Trial], candidates: Sequence[int], workers: int, limit: int) -> None:
@@ -166,18 +166,18 @@ def show(trials: Sequence[Trial], candidates: Sequence[int], workers: int, limit
     from rich.text import Text
 
     table = Table(title="one worker, one global batch", title_justify="left")
-    for heading in ("shards", "samples", "s a step", "samples/s", "memory", "on the GPU", ""):
+    for heading in ("microbatches", "samples", "s a step", "samples/s", "memory", "on the GPU", ""):
         table.add_column(heading, justify="left" if not heading else "right")
-    for trial in sorted(trials, key=lambda trial: -trial.shards):
-        batch = trial.samples * trial.shards
+    for trial in sorted(trials, key=lambda trial: -trial.microbatches):
+        batch = trial.samples * trial.microbatches
         table.add_row(
-            str(trial.shards), str(trial.samples),
+            str(trial.microbatches), str(trial.samples),
             *((f"{trial.step_s:.3f}", f"{batch / trial.step_s:.1f}", gibibytes(trial.host_bytes),
                gibibytes(trial.device_bytes) if trial.device_bytes else "-", "")
               if trial.is_whole else
               ("-", "-", gibibytes(trial.host_bytes), "-", Text(plain(
                   "not enough memory" if trial.ending == "memory" else trial.ending)))))
-    tried = {trial.shards for trial in trials}
+    tried = {trial.microbatches for trial in trials}
     for number in reversed(candidates):
         needed = predicted(trials, number)
         if number not in tried and number < min(tried) and needed > limit:
@@ -186,10 +186,10 @@ def show(trials: Sequence[Trial], candidates: Sequence[int], workers: int, limit
     Console().print(table)
     best = best_of(trials, workers)
     if best is None:
-        print("No number of shards has run. Give the worker more memory, or a smaller "
+        print("No number of micro-batches has run. Give the worker more memory, or a smaller "
               "global_batch.")
         return
     largest = max((trial for trial in trials if trial.is_whole), key=lambda trial: trial.samples)
-    print(f"Recommended for {workers} workers: shards={best.shards} ({best.samples} samples each). "
-          f"The largest shard that has run has {largest.samples} samples.")
+    print(f"Recommended for {workers} workers: microbatches={best.microbatches} ({best.samples} samples each). "
+          f"The largest micro-batch that has run has {largest.samples} samples.")
     print(BATCH_NORM)

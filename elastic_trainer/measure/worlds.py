@@ -46,13 +46,13 @@ class Ran:
     """The mean milliseconds of each phase of a step."""
 
 
-def ours(command: Sequence[str], case: Case, steps: int, shards: int, folder: Path,
+def ours(command: Sequence[str], case: Case, steps: int, microbatches: int, folder: Path,
          timeline: bool = False) -> Ran:
-    """Run a script with the reducer and the number of workers of a case. `shards` is 0 for the
+    """Run a script with the reducer and the number of workers of a case. `microbatches` is 0 for the
     script's. Raises ConfigError if it fails."""
     name = f"{case.arm}-{case.workers}-{case.scale}" + ("-timeline" if timeline else "")
     shutil.rmtree(folder / name, ignore_errors=True)
-    override = Override(steps=steps + WARM_UP_STEPS, shards=shards, scale=case.scale)
+    override = Override(steps=steps + WARM_UP_STEPS, microbatches=microbatches, scale=case.scale)
     run = own.command(
         "elastic_trainer", "run", "--run", name, "--runs-dir", str(folder), "--workers",
         str(case.workers), "--standby", "0", "--reduce", case.arm, "--store", "",

@@ -63,8 +63,8 @@ class BufferRules:
     """The rules of one model's buffers."""
 
     def __init__(self, model: torch.nn.Module, given: Mapping[str, Rule] | None = None,
-                 shards: int = 1):
-        self._model, self._given, self.shards = model, dict(given or {}), shards
+                 microbatches: int = 1):
+        self._model, self._given, self.microbatches = model, dict(given or {}), microbatches
         for name, rule in self._given.items():
             if rule not in RULES and not isinstance(rule, Gather):
                 raise ConfigError(f"the rule of the buffers {name!r} is {rule!r}. Use one of "
@@ -96,7 +96,7 @@ class BufferRules:
         """Return the error for buffers that forward changes and that have no rule."""
         found = list(names)
         return (
-            f"forward has changed the buffers {some(found)}, and a step has {self.shards} "
+            f"forward has changed the buffers {some(found)}, and a step has {self.microbatches} "
             f"micro-batches, each of which begins with the step's buffers. Say what the step ends "
             f"with: buffers={{{found[0]!r}: \"mean\"}} (the mean of their changes), \"sum\" (of "
             f"their changes), \"last\" (what the last one has left), or gather(fn), which gets all "

@@ -1,6 +1,6 @@
 """The values that micro-batches have left in buffers whose rule needs each of them.
 
-a shard's buffers → here → all workers (one allgather) → here → the model's buffers
+a micro-batch's buffers → here → all workers (one allgather) → here → the model's buffers
 
 What always holds:
 1. Values keep their bytes, and stand in the order of the micro-batches. So the result has the same
@@ -39,19 +39,19 @@ class BufferValues:
         """Begin a step, or begin it again."""
         if self._of.keys() != self._buffers.named.keys():
             self._of = self._rules.of(self._buffers.named)
-        is_single = sum(bool(self._schedule.shard_positions(step, shard))
-                        for shard in range(self._schedule.shards)) == 1
+        is_single = sum(bool(self._schedule.microbatch_positions(step, microbatch))
+                        for microbatch in range(self._schedule.microbatches)) == 1
         self._mine, self._buffers.left = [], []
         self._names = [name for name, rule in self._of.items()
                        if is_single or rule not in (None, "mean")]
 
     def keep(self, after: Values) -> None:
-        """Keep what a shard's forward pass has left."""
+        """Keep what a micro-batch's forward pass has left."""
         if self._names:
             self._mine.append({name: after[name].detach().clone() for name in self._names})
 
     def note(self, now: Values) -> None:
-        """Note that the backward pass of a shard is over. (It may have run a part of forward
+        """Note that the backward pass of a micro-batch is over. (It may have run a part of forward
         again.)"""
         self._marks = [(tensor, tensor._version) for tensor in now.values()]
 

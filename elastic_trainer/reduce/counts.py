@@ -1,4 +1,4 @@
-"""What the shards of a step have counted and logged: sums that are the same in every world.
+"""What the micro-batches of a step have counted and logged: sums that are the same in every world.
 
 step.backward(loss, count=…), step.log(acc=(hits, n)) → here → flat buffer → reducer → here →
 step.metrics
@@ -30,11 +30,11 @@ PARTS = 2 * LIMBS + 1
 HIDDEN = "."
 """The beginning of names that an adapter has made, and that step.metrics does not have."""
 COUNT = "count"
-"""The entry of what was counted: the total, and the number of shards that were counted."""
+"""The entry of what was counted: the total, and the number of micro-batches that were counted."""
 
 
 class Tally:
-    """What this worker's shards of a step have counted and logged."""
+    """What this worker's micro-batches of a step have counted and logged."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -53,11 +53,11 @@ class Tally:
         return bool(self.names)
 
     def clear(self) -> None:
-        """Forget what was added, before the shards of a step are run."""
+        """Forget what was added, before the micro-batches of a step are run."""
         self._sums = {}
 
     def add(self, name: str, total: Any, weight: Any) -> None:
-        """Add a pair of numbers of one shard."""
+        """Add a pair of numbers of one micro-batch."""
         numbers = [float(total), float(weight)]
         finite = [number if math.isfinite(number) else 0.0 for number in numbers]
         found = [_fixed(number) for number in finite] + [numbers != finite]
@@ -83,7 +83,7 @@ def read(names: Sequence[str], elements: Sequence[float]) -> dict[str, tuple[flo
 
 
 def means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Return what was logged, as total by weight; NaN where no shard logged it."""
+    """Return what was logged, as total by weight; NaN where no micro-batch logged it."""
     return {
         name: total / weight if weight else math.nan
         for name, (total, weight) in sums.items()
@@ -97,7 +97,7 @@ def pair_of(name: str, value: Any) -> tuple[Any, Any]:
     if not is_sequence or not all(_is_number(part) for part in value):
         raise TypeError(
             f"step.log got {name}={value!r}. Give a sum and its number of items: {name}=(hits, n). "
-            "The result is the sum of the first by the sum of the second, over all shards.")
+            "The result is the sum of the first by the sum of the second, over all micro-batches.")
     for part in value:
         number = float(part)
         if math.isfinite(number) and abs(number) >= LARGEST:
@@ -134,7 +134,7 @@ def _encoded(sums: Sequence[int]) -> list[float]:
             rest >>= LIMB_BITS
         if rest:
             raise RuntimeError(
-                f"what the shards of a worker have logged in a step adds up to {total:.1e} or "
+                f"what the micro-batches of a worker have logged in a step adds up to {total:.1e} or "
                 f"more, which is too large. Use numbers whose sum is under {LARGEST:.1e}.")
     return [*elements, float(sums[2])]
 

@@ -1,16 +1,16 @@
 """The reducer `exact`: the same bits for every world size and every history.
 
-flat buffers of my shards → here (alltoall, allgather) → reduced flat buffers
+flat buffers of my micro-batches → here (alltoall, allgather) → reduced flat buffers
 
 What always holds:
-1. Sums are taken in the order of a fixed binary tree over the shards. Floating-point addition is
+1. Sums are taken in the order of a fixed binary tree over the micro-batches. Floating-point addition is
    commutative, so the tree fixes every bit.
 2. Each worker adds the aligned subtrees that it owns. An alltoall sends each worker its slice of
    all subtree sums, each worker finishes the tree for its slice, and an allgather returns the
    result.
-3. A worker that has run no shard takes part in all collectives.
+3. A worker that has run no micro-batch takes part in all collectives.
 
-Why not fixed point: it needs an exponent that is agreed before the first shard is done, so a second
+Why not fixed point: it needs an exponent that is agreed before the first micro-batch is done, so a second
 pass, or the exponent of the last step. The tree sends as many bytes as a ring for one subtree per
 worker, and keeps the precision of 32-bit floats.
 """
@@ -24,48 +24,48 @@ import torch
 
 from elastic_trainer.reduce.flat import Flat, SetsDiffer, Sums
 from elastic_trainer.reduce.reducer import Collectives
-from elastic_trainer.schedule.schedule import aligned_subtrees, owned_shards
+from elastic_trainer.schedule.schedule import aligned_subtrees, owned_microbatches
 
 
 class ExactReducer:
     """Sums in the order of a fixed tree: the same bits for every world size and every history."""
 
-    def __init__(self, flat: Flat, shards: int):
-        self.flat, self.shards = flat, shards
+    def __init__(self, flat: Flat, microbatches: int):
+        self.flat, self.microbatches = flat, microbatches
         self._spare: list[Sums] = []
         self._stack: list[tuple[int, int, Sums]] = []
         self._leaf_open = False
         self._sent: dict[torch.dtype, Any] = {}
 
     def begin(self, world: Collectives) -> range:
-        """Start a step; returns the shards that this worker runs, in order."""
+        """Start a step; returns the micro-batches that this worker runs, in order."""
         self._spare += [sums for _, _, sums in self._stack]
         self._stack = []
-        self.flat.shards_run = 0
-        mine = owned_shards(world.rank, world.size, self.shards)
-        self._trees = aligned_subtrees(mine, self.shards)
+        self.flat.microbatches_run = 0
+        mine = owned_microbatches(world.rank, world.size, self.microbatches)
+        self._trees = aligned_subtrees(mine, self.microbatches)
         self._open()
         return mine
 
     def lay_out(self, trained: Sequence[bool],
                 buffers: dict[str, torch.Tensor] | None = None) -> None:
-        """Train another set of parameters from this shard on. No shard of the step was run yet."""
-        assert self.flat.shards_run == 0
+        """Train another set of parameters from this micro-batch on. No micro-batch of the step was run yet."""
+        assert self.flat.microbatches_run == 0
         self._spare, self._leaf_open = [], False
         self.flat.lay_out(trained, buffers)
-        # These are sums of shards without samples.
+        # These are sums of micro-batches without samples.
         self._stack = [(low, high, self.flat.new_sums()) for low, high, _ in self._stack]
         self._open()
 
     def overlap(self, world: Collectives) -> None:
-        """Do nothing: a slice is sent when all its shards are added."""
+        """Do nothing: a slice is sent when all its micro-batches are added."""
 
     def has_sent(self) -> bool:
         """True if other workers hold a part of this step already."""
         return False
 
     def mine(self) -> Sums:
-        """Return sums that go into this worker's part of the step, after its last shard."""
+        """Return sums that go into this worker's part of the step, after its last micro-batch."""
         return self._stack[-1][2]
 
     def _open(self) -> None:
@@ -79,15 +79,15 @@ class ExactReducer:
         self.flat.bind(sums)
         self._leaf_open = True
 
-    def shard(self, shard: int, is_last: bool) -> Callable[[], None]:
-        """Announce the next shard; call the result after its backward pass."""
+    def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
+        """Announce the next micro-batch; call the result after its backward pass."""
 
         def done() -> None:
-            low, high = shard, shard + 1
-            if shard % 2 == 0 and not is_last and self._holds(low, low + 2):
+            low, high = microbatch, microbatch + 1
+            if microbatch % 2 == 0 and not is_last and self._holds(low, low + 2):
                 # Its sibling adds into the same buffer: autograd's addition is that of the tree.
                 return
-            if shard % 2 == 1 and self._holds(low - 1, high):
+            if microbatch % 2 == 1 and self._holds(low - 1, high):
                 low -= 1
             self._stack.append((low, high, self.flat.sums))
             self._leaf_open = False
@@ -107,7 +107,7 @@ class ExactReducer:
             (low, middle, left), (start, high, right) = self._stack[-2:]
             span = self._span(low, middle)
             is_sibling = middle == start and low % (2 * span) == 0 and high == min(
-                low + 2 * span, self.shards)
+                low + 2 * span, self.microbatches)
             if not is_sibling or not self._holds(low, high):
                 return
             for dtype, tensor in left.items():
@@ -126,7 +126,7 @@ class ExactReducer:
 
     def send(self, world: Collectives) -> None:
         """Send each worker its slice of my subtree sums, without waiting for theirs."""
-        # If no shard of the batch is mine, I send nothing and take part.
+        # If no micro-batch of the batch is mine, I send nothing and take part.
         if self._leaf_open and not self._stack:
             self._spare.append(self.flat.sums)
             self._leaf_open = False
@@ -138,7 +138,7 @@ class ExactReducer:
     def finish(self, world: Collectives) -> None:
         """Finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker.
 
-        Raises SetsDiffer, on all workers alike, if their shards trained different parameters.
+        Raises SetsDiffer, on all workers alike, if their micro-batches trained different parameters.
         """
         if world.size == 1:
             result = self._stack[0][2]
@@ -146,7 +146,7 @@ class ExactReducer:
         else:
             wholes = self._wholes(world)
             if not len(wholes[torch.float32]):
-                return  # no worker has run a shard: the vote says why
+                return  # no worker has run a micro-batch: the vote says why
             self._follow(self.flat.agreed(wholes[torch.float32]))
             result = self._spare.pop() if self._spare else self.flat.new_sums()
             for dtype, length in self.flat.layout.lengths.items():
@@ -156,7 +156,7 @@ class ExactReducer:
         self._leaf_open = True
 
     def _wholes(self, world: Collectives) -> dict[torch.dtype, torch.Tensor]:
-        """Return the sums over all shards. Raises SetsDiffer."""
+        """Return the sums over all micro-batches. Raises SetsDiffer."""
         found = {dtype: self._exchanged(world, dtype, handle)
                  for dtype, handle in self._sent.items()}
         self._sent = {}
@@ -168,17 +168,17 @@ class ExactReducer:
         return wholes
 
     def _follow(self, trained: list[bool]) -> None:
-        """Have buffers for what the others train, if this worker has run no shard."""
+        """Have buffers for what the others train, if this worker has run no micro-batch."""
         if trained != self.flat.trained:
             self.flat.gradients.adopt(trained)
             self.flat.lay_out(trained)
             self._spare = []
 
     def _send(self, world: Collectives, dtype: torch.dtype) -> Any:
-        """Start to send the sums of my subtrees. A worker that has run no shard sends nothing."""
+        """Start to send the sums of my subtrees. A worker that has run no micro-batch sends nothing."""
         slice_ = -(-self.flat.layout.lengths[dtype] // world.size)
         mine = [sums[dtype][:slice_ * world.size]
-                for _, _, sums in self._stack] if self.flat.shards_run else []
+                for _, _, sums in self._stack] if self.flat.microbatches_run else []
         if len(mine) == 1:
             outgoing = mine[0]
         elif mine:  # one copy: slices must lie behind one another for each receiver
@@ -191,22 +191,22 @@ class ExactReducer:
 
     def _exchanged(self, world: Collectives, dtype: torch.dtype,
                    handle: Any) -> torch.Tensor | None:
-        """Return the sum over all shards; None on all workers if their buffers do not have the same
+        """Return the sum over all micro-batches; None on all workers if their buffers do not have the same
         length.
 
-        A worker that has run no shard takes the length from what it receives.
+        A worker that has run no micro-batch takes the length from what it receives.
         """
         incoming, counts = world.exchanged(handle)  # network
         pieces: dict[tuple[int, int], torch.Tensor] = {}
         at = 0
         for rank, count in enumerate(counts):
-            owned = owned_shards(rank, world.size, self.shards)
-            trees = aligned_subtrees(owned, self.shards) if count else []
+            owned = owned_microbatches(rank, world.size, self.microbatches)
+            trees = aligned_subtrees(owned, self.microbatches) if count else []
             for tree in trees:
                 pieces[tree.start, tree.stop] = incoming[at : at + count // len(trees)]
                 at += count // len(trees)
         are_equal = len({piece.numel() for piece in pieces.values()}) <= 1
-        total = tree_sum(pieces, self.shards) if pieces and are_equal else incoming[:0]
+        total = tree_sum(pieces, self.microbatches) if pieces and are_equal else incoming[:0]
         whole = world.allgather(total, f"exact.result.{_suffix(dtype)}")  # network
         # If the lengths of two workers differ, each worker has seen both.
         return whole if are_equal else None
@@ -216,32 +216,32 @@ def _suffix(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tree_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int) -> torch.Tensor:
-    """Add the sums of subtrees, given by their ranges of shards, up to the root of the fixed tree.
+def tree_sum(pieces: dict[tuple[int, int], torch.Tensor], microbatches: int) -> torch.Tensor:
+    """Add the sums of subtrees, given by their ranges of micro-batches, up to the root of the fixed tree.
     Changes them."""
     span = 1
-    while span < shards:
+    while span < microbatches:
         span *= 2
-    total = _node_sum(pieces, shards, 0, span)
+    total = _node_sum(pieces, microbatches, 0, span)
     assert total is not None
     return total
 
 
-def _node_sum(pieces: dict[tuple[int, int], torch.Tensor], shards: int, low: int,
+def _node_sum(pieces: dict[tuple[int, int], torch.Tensor], microbatches: int, low: int,
               span: int) -> torch.Tensor | None:
-    """Return the sum of a node of the tree; None if no worker has run its shards.
+    """Return the sum of a node of the tree; None if no worker has run its micro-batches.
 
     This is no inner function: one that calls itself is a reference cycle, which kept each step's
     pieces (a gradient) until the next garbage collection.
     """
-    found = pieces.get((low, min(low + span, shards)))
+    found = pieces.get((low, min(low + span, microbatches)))
     if found is not None:
         return found
     if span == 1:
-        return None  # adding nothing gives the same bits as adding the zeros of that shard
+        return None  # adding nothing gives the same bits as adding the zeros of that microbatch
     half = span // 2
-    left = _node_sum(pieces, shards, low, half)
-    right = _node_sum(pieces, shards, low + half, half) if low + half < shards else None
+    left = _node_sum(pieces, microbatches, low, half)
+    right = _node_sum(pieces, microbatches, low + half, half) if low + half < microbatches else None
     if left is None or right is None:
         return right if left is None else left
     return left.add_(right)

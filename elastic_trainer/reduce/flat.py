@@ -1,9 +1,9 @@
 """The flat buffers: all gradients of a step in one tensor per type, with counts and statistics in
 front.
 
-shards → here → reducer (in place) → here → optimizer, buffers, loss
+micro-batches → here → reducer (in place) → here → optimizer, buffers, loss
 
-One buffer: | shards run | to be trained | statistics | used | tally | modes | gradients … |
+One buffer: | micro-batches run | to be trained | statistics | used | tally | modes | gradients … |
             |---- known before the backward pass -----|
 
 What always holds:
@@ -11,11 +11,11 @@ What always holds:
    in the same collectives.
 2. What is known before the backward pass has the same length on all workers. So `ring` learns from
    it whether the gradients have the same length, too.
-3. The counts say in how many shards each parameter of the model was to be trained, and in how many
-   it got a gradient. From them follows whether all shards trained the same parameters, and which
-   parameters no shard has used.
-4. In the modes, the worker that has run the step's first shard marks the modules whose mode
-   (train or eval) that shard has changed. One more mark tells what it has done to plain
+3. The counts say in how many micro-batches each parameter of the model was to be trained, and in how many
+   it got a gradient. From them follows whether all micro-batches trained the same parameters, and which
+   parameters no micro-batch has used.
+4. In the modes, the worker that has run the step's first micro-batch marks the modules whose mode
+   (train or eval) that micro-batch has changed. One more mark tells what it has done to plain
    attributes. All others add zeros.
 """
 
@@ -40,7 +40,7 @@ this size."""
 
 
 class SetsDiffer(Exception):
-    """Shards of one step trained different parameters. Raised on all workers alike."""
+    """Micro-batches of one step trained different parameters. Raised on all workers alike."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Sums(dict[torch.dtype, torch.Tensor]):
 
 
 class Flat:
-    """The flat buffers of this worker, and what the shards add to them."""
+    """The flat buffers of this worker, and what the micro-batches add to them."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter],
                  buffers: dict[str, torch.Tensor], device: torch.device, modes: int = 0,
@@ -100,8 +100,8 @@ class Flat:
         self._rules = rules
         self.statistics = self._statistics_of(buffers)
         self.tally = Tally()
-        self.shards_run = 0
-        """Shards of the step in flight whose gradients are in the sums of this worker."""
+        self.microbatches_run = 0
+        """Micro-batches of the step in flight whose gradients are in the sums of this worker."""
         self.lay_out(self.gradients.trained_now())
 
     @property
@@ -121,7 +121,7 @@ class Flat:
                                self._modes)
         self._strides = [_stride(everyone[number]) for number in self.layout.members]
         self._one_run = torch.tensor([1.0, *map(float, trained)], device=self.device)
-        """What a shard adds to the counts before its backward pass."""
+        """What a micro-batch adds to the counts before its backward pass."""
         self._used_in_one: tuple[list[int], torch.Tensor] | None = None
         self.sums = self.new_sums()
         self.gradients.lay_out(self.layout.members, self.sums.gradients)
@@ -150,23 +150,23 @@ class Flat:
     def _front(self, start: int, stop: int) -> torch.Tensor:
         return self.sums[torch.float32][start:stop]
 
-    # --- one shard --------------------------------------------------------------------------------
+    # --- one micro-batch --------------------------------------------------------------------------------
 
     def add_statistics(self, weight: float, loss: torch.Tensor, before: dict[str, torch.Tensor],
                        after: dict[str, torch.Tensor], *, is_sum: bool = False) -> None:
-        """Count one shard, and add its loss and its changes of the buffers, weighted: all that is
+        """Count one micro-batch, and add its loss and its changes of the buffers, weighted: all that is
         known before its backward pass. A loss that `is_sum` gets no weight."""
         self._front(0, self.layout.statistics_start).add_(self._one_run)
         self.statistics.add(self._statistics(), weight, loss, before, after, is_sum)
 
-    def close_shard(self) -> None:
-        """Count a shard whose backward pass is done. Raises GradientsWritten, ParametersWritten."""
+    def close_microbatch(self) -> None:
+        """Count a micro-batch whose backward pass is done. Raises GradientsWritten, ParametersWritten."""
         used = self.gradients.close()
         self._front(self.layout.early_stop, self.layout.tally_start).add_(self._counts_where(used))
-        self.shards_run += 1
+        self.microbatches_run += 1
 
     def _counts_where(self, used: list[int]) -> torch.Tensor:
-        """Return what a shard adds to the counts. It is kept: shards mostly use the same
+        """Return what a micro-batch adds to the counts. It is kept: micro-batches mostly use the same
         parameters."""
         if self._used_in_one is None or self._used_in_one[0] != used:
             counts = [0.0] * len(self.gradients.everyone)
@@ -176,14 +176,14 @@ class Flat:
         return self._used_in_one[1]
 
     def add_tally(self, sums: Sums) -> None:
-        """Add what this worker's shards have counted and logged to the sums that it sends."""
+        """Add what this worker's micro-batches have counted and logged to the sums that it sends."""
         if self.tally.size:
             elements = torch.tensor(self.tally.elements(), device=self.device)
             layout = self.layout
             sums[torch.float32][layout.tally_start : layout.modes_start].add_(elements)
 
     def add_modes(self, sums: Sums, changed: list[int], attributes: int) -> None:
-        """Mark the modules whose modes the step's first shard, which this worker has run, has
+        """Mark the modules whose modes the step's first micro-batch, which this worker has run, has
         changed, and what it has done to attributes."""
         sums[torch.float32][self.layout.head_stop - 1] += attributes
         for number in changed:
@@ -192,7 +192,7 @@ class Flat:
     # --- what the reduced sums say ----------------------------------------------------------------
 
     def agreed(self, head: torch.Tensor) -> list[bool]:
-        """Return which parameters all shards of the step were to train. Raises SetsDiffer if it was
+        """Return which parameters all micro-batches of the step were to train. Raises SetsDiffer if it was
         not one set."""
         run, *counts = head[: self.layout.statistics_start].tolist()
         if any(count not in (0.0, run) for count in counts):
@@ -200,29 +200,29 @@ class Flat:
         return [count > 0 for count in counts]
 
     def hand_out(self) -> None:
-        """Give each parameter its summed gradient, and None to those that no shard has used."""
+        """Give each parameter its summed gradient, and None to those that no micro-batch has used."""
         used = self._front(self.layout.early_stop, self.layout.tally_start)
         self.gradients.hand_out(used.tolist())
 
     def tallied(self) -> dict[str, tuple[float, float]]:
-        """Return what all shards of the step have counted and logged, by name: total and weight."""
+        """Return what all micro-batches of the step have counted and logged, by name: total and weight."""
         if not self.tally.size:
             return {}
         elements = self._front(self.layout.tally_start, self.layout.modes_start)
         return read(self.tally.names, elements.tolist())
 
     def modes_changed(self) -> list[int]:
-        """Return the numbers of the modules whose modes the step's first shard has changed."""
+        """Return the numbers of the modules whose modes the step's first micro-batch has changed."""
         marks: list[int] = self._front(
             self.layout.modes_start, self.layout.head_stop - 1).nonzero().flatten().tolist()
         return marks
 
     def mark_of_attributes(self) -> int:
-        """Return what the step's first shard has done to plain attributes (attributes_moved.py)."""
+        """Return what the step's first micro-batch has done to plain attributes (attributes_moved.py)."""
         return int(self._front(self.layout.head_stop - 1, self.layout.head_stop))
 
     def counted(self) -> float:
-        """Return the total of what the shards have counted; 0.0: the losses are means over
+        """Return the total of what the micro-batches have counted; 0.0: the losses are means over
         samples."""
         return self.tallied().get(COUNT, (0.0, 0.0))[0]
 
@@ -240,7 +240,7 @@ class Flat:
         return float(self._statistics()[0]) / (self.counted() or 1.0)
 
     def changed_buffers(self) -> list[str]:
-        """Return the buffers without a rule that several shards of the step could change, and one
+        """Return the buffers without a rule that several micro-batches of the step could change, and one
         has."""
         found = self.statistics.changed(self._statistics())
         return found if found and float(self.sums[torch.float32][0]) > 1 else []

@@ -1,10 +1,10 @@
-"""The reducer `ring`: a float allreduce, overlapped with the last shard's backward pass.
+"""The reducer `ring`: a float allreduce, overlapped with the last micro-batch's backward pass.
 
-flat buffers of my shards → here (an allreduce for each bucket) → reduced flat buffers
+flat buffers of my micro-batches → here (an allreduce for each bucket) → reduced flat buffers
 
 What always holds:
 1. The buffers are cut into buckets. A bucket is sent when autograd has completed its gradients, in
-   the last shard of this worker.
+   the last micro-batch of this worker.
 2. The first bucket holds what is known before the backward pass. It has the same length on all
    workers, and shows whether the other buckets have.
 3. The bits depend on the world size. They are the same on all workers.
@@ -20,7 +20,7 @@ import torch
 from elastic_trainer.reduce.flat import ALIGNED, Flat, Sums
 from elastic_trainer.reduce.reducer import Collectives
 from elastic_trainer.reduce.sending import BUCKET_BYTES, Narrow, Sending
-from elastic_trainer.schedule.schedule import owned_shards
+from elastic_trainer.schedule.schedule import owned_microbatches
 
 
 class Bucket(NamedTuple):
@@ -39,9 +39,9 @@ class RingReducer:
     `note` gets the facts of what was sent in 16 bits.
     """
 
-    def __init__(self, flat: Flat, shards: int, sending: Sending | None = None,
+    def __init__(self, flat: Flat, microbatches: int, sending: Sending | None = None,
                  note: Callable[..., None] = lambda **_: None):
-        self.flat, self.shards = flat, shards
+        self.flat, self.microbatches = flat, microbatches
         self._bucket_bytes = (sending and sending.bucket_bytes) or BUCKET_BYTES
         self._narrow = Narrow(sending, note) if sending and sending.dtype else None
         self._started: dict[int, Any] = {}
@@ -95,20 +95,20 @@ class RingReducer:
                 for place, bucket in enumerate(self.buckets)]
 
     def begin(self, world: Collectives) -> range:
-        """Start a step; returns the shards that this worker runs, in order."""
+        """Start a step; returns the micro-batches that this worker runs, in order."""
         for tensor in self.flat.sums.values():
             tensor.zero_()
         self.flat.bind(self.flat.sums)
-        self.flat.shards_run = 0
+        self.flat.microbatches_run = 0
         self._world, self._started = None, {}
         if self._narrow:
             self._narrow.begin(world.rank)
-        return owned_shards(world.rank, world.size, self.shards)
+        return owned_microbatches(world.rank, world.size, self.microbatches)
 
     def lay_out(self, trained: Sequence[bool],
                 buffers: dict[str, torch.Tensor] | None = None) -> None:
-        """Train another set of parameters from this shard on. No shard of the step was run yet."""
-        assert self.flat.shards_run == 0
+        """Train another set of parameters from this micro-batch on. No micro-batch of the step was run yet."""
+        assert self.flat.microbatches_run == 0
         self.flat.lay_out(trained, buffers)
         self._plan()
         self._missing = self._count_missing()
@@ -121,8 +121,8 @@ class RingReducer:
         """Return the sums of this worker's part of the step."""
         return self.flat.sums
 
-    def shard(self, shard: int, is_last: bool) -> Callable[[], None]:
-        """Announce the next shard; call the result after its backward pass."""
+    def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
+        """Announce the next micro-batch; call the result after its backward pass."""
         if is_last:
             self._missing = self._count_missing()
         return lambda: None
@@ -161,7 +161,7 @@ class RingReducer:
         self._world = None
         if world.size == 1:
             return
-        is_idle = not self.flat.shards_run and not self._started
+        is_idle = not self.flat.microbatches_run and not self._started
         for bucket in range(1 if is_idle else len(self.buckets)):
             if bucket not in self._started:
                 self._start(bucket, world)
@@ -169,7 +169,7 @@ class RingReducer:
     def finish(self, world: Collectives) -> None:
         """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker.
 
-        Raises SetsDiffer, on all workers alike, if their shards trained different parameters.
+        Raises SetsDiffer, on all workers alike, if their micro-batches trained different parameters.
         """
         if world.size == 1:
             self.flat.agreed(self.flat.sums[torch.float32])
@@ -178,7 +178,7 @@ class RingReducer:
         early = world.wait(self._started.pop(0)[0])
         trained = self.flat.agreed(early)
         if not early[0]:
-            return  # no worker has run a shard: the vote says why
+            return  # no worker has run a micro-batch: the vote says why
         if not self._started:
             self._follow(trained, early)
             for bucket in range(1, len(self.buckets)):
@@ -193,7 +193,7 @@ class RingReducer:
         self._started = {}
 
     def _follow(self, trained: list[bool], early: torch.Tensor) -> None:
-        """Have buffers for what the others train: this worker has run no shard, and sends zeros."""
+        """Have buffers for what the others train: this worker has run no micro-batch, and sends zeros."""
         if trained != self.flat.trained:
             self.flat.gradients.adopt(trained)
             self.lay_out(trained)

@@ -53,7 +53,7 @@ class Sending:
         if self.predivide != 1 and self.compress is None:
             raise ConfigError(
                 f"predivide is {self.predivide}, but gradients are sent in 32 bits, where it "
-                f"changes nothing: the weights of the shards add up to 1 already. Use "
+                f"changes nothing: the weights of the micro-batches add up to 1 already. Use "
                 f"compress=\"fp16\", or leave predivide out.")
         size = self.bucket_bytes
         if size is not None and (type(size) is not int or size < LEAST_BUCKET_BYTES):
@@ -76,7 +76,7 @@ class Sending:
         given = {"compress": self.compress, "bucket_bytes": self.bucket_bytes}
         if reduce == "exact" and (name := next((n for n in given if given[n] is not None), None)):
             because = ("which sends its sums uncompressed" if name == "compress" else
-                       "which has no buckets: a slice is sent when all its shards are added")
+                       "which has no buckets: a slice is sent when all its micro-batches are added")
             raise ConfigError(
                 f"{name} is {given[name]!r}, but reduce is \"exact\", {because}. Use "
                 f"reduce=\"ring\" (--reduce ring), or leave {name} out.")

@@ -95,9 +95,9 @@ class TracedReducer:
         """Start a step."""
         return self.reducer.begin(world)
 
-    def shard(self, shard: int, is_last: bool) -> Callable[[], None]:
-        """Announce the next shard."""
-        return self.reducer.shard(shard, is_last)
+    def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
+        """Announce the next micro-batch."""
+        return self.reducer.microbatch(microbatch, is_last)
 
     def lay_out(self, trained: Sequence[bool],
                 buffers: dict[str, torch.Tensor] | None = None) -> None:

@@ -158,7 +158,7 @@ class Planner:
         self.fleet, self.policy = fleet, policy
         self.every = every
         """The policy's interval of checkpoints, as the user writes it."""
-        self.costs = costs if costs.shards else replace(costs, shards=policy.shards)
+        self.costs = costs if costs.microbatches else replace(costs, microbatches=policy.microbatches)
         self.seconds, self.seeds = seconds, range(seeds)
         self._drawn: dict[Fleet, list[Drawn]] = {}
         self._worlds: dict[tuple[Fleet, bool], list[World]] = {}
@@ -194,7 +194,7 @@ class Planner:
 
     def questions(self) -> list[Question]:
         """Return all questions with their choices."""
-        return [self._cadence(), self._shards(), self._standbys(), self._spares(),
+        return [self._cadence(), self._microbatches(), self._standbys(), self._spares(),
                 self._pools()]
 
     def _cadence(self) -> Question:
@@ -209,12 +209,12 @@ class Planner:
                         else f"a checkpoint was needed in {seen} of {len(self.seeds)} repetitions, "
                              f"too few to choose by.")
 
-    def _shards(self) -> Question:
-        given, batch = self.policy.shards, self.costs.batch
-        found = [given, *shards_for(self.fleet.hosts, batch if batch > 1 else None)]
-        return Question(name="shards", choices=tuple(
-            self.choice(count(shards, "shard"), policy=replace(self.policy, shards=shards),
-                        is_given=shards == given) for shards in dict.fromkeys(found)))
+    def _microbatches(self) -> Question:
+        given, batch = self.policy.microbatches, self.costs.batch
+        found = [given, *microbatches_for(self.fleet.hosts, batch if batch > 1 else None)]
+        return Question(name="microbatches", choices=tuple(
+            self.choice(count(microbatches, "microbatch"), policy=replace(self.policy, microbatches=microbatches),
+                        is_given=microbatches == given) for microbatches in dict.fromkeys(found)))
 
     def _standbys(self) -> Question:
         if not any(pool.crash for pool in self.fleet.pools):
@@ -230,7 +230,7 @@ class Planner:
         if not self.fleet.pools:
             return Question(name="spare hosts", why_none=(
                 "a trace has the hosts that it has. Use --storm or --pool."))
-        hosts, idle = self.fleet.hosts, self.fleet.hosts - self.policy.shards
+        hosts, idle = self.fleet.hosts, self.fleet.hosts - self.policy.microbatches
         counts = [0, *(max(1, round(part * hosts)) for part in SPARES)]
         if idle > 0 and len(self.fleet.pools) == 1:
             counts.append(-idle)
@@ -255,9 +255,9 @@ class Planner:
             for name, mix in mixes.items()))
 
 
-def shards_for(hosts: int, batch: int | None) -> list[int]:
-    """Return the numbers of shards that are worth a look: multiples of the hosts, and of 95 % of
-    them, so that a few losses leave no worker with one shard more; at most one for each sample."""
+def microbatches_for(hosts: int, batch: int | None) -> list[int]:
+    """Return the numbers of micro-batches that are worth a look: multiples of the hosts, and of 95 % of
+    them, so that a few losses leave no worker with one micro-batch more; at most one for each sample."""
     few = max(1, int(0.95 * hosts))
     found = {times * count for times in (1, 2, 4, 8) for count in (few, hosts)}
     return sorted({number if batch is None else min(number, batch) for number in found})

@@ -4,7 +4,7 @@ event log → here → model (a fleet without processes)
 
 What always holds:
 1. A cost that the log does not show has its default, and `measured` does not name it.
-2. The time of a step is `fixed_s` and, for each shard of the worker with the most, `shard_s`.
+2. The time of a step is `fixed_s` and, for each micro-batch of the worker with the most, `microbatch_s`.
 
 What it does not do: guess how pauses grow with the world. `grow_s` is an estimate, see its
 sentence.
@@ -66,13 +66,13 @@ class Costs:
     publish_s: Seconds = (5.0,)
     """From the copy to the record in the store."""
     fixed_s: float = 0.0
-    """The part of a step that does not depend on the shards of a worker: reduce, vote, apply."""
-    shard_s: float = 1.0
-    """The time of one shard. The default is none: a step of one shard takes 1 s."""
+    """The part of a step that does not depend on the micro-batches of a worker: reduce, vote, apply."""
+    microbatch_s: float = 1.0
+    """The time of one micro-batch. The default is none: a step of one micro-batch takes 1 s."""
     between_s: float = 0.0
     """The time between two steps: the user's code, evaluations."""
-    shards: int = 0
-    """The number of shards of the measured run; 0: shard_s is that of the planned number."""
+    microbatches: int = 0
+    """The number of micro-batches of the measured run; 0: microbatch_s is that of the planned number."""
     batch: int = 1
     """Samples of a step."""
     interval: str = ""
@@ -86,11 +86,11 @@ class Costs:
     measured: tuple[str, ...] = ()
     """The names of the costs that come from a log."""
 
-    def step_s(self, world: npt.NDArray[np.int64], shards: int) -> npt.NDArray[np.float64]:
+    def step_s(self, world: npt.NDArray[np.int64], microbatches: int) -> npt.NDArray[np.float64]:
         """Return the time of a step in worlds of these sizes."""
-        shard_s = self.shard_s * (self.shards or shards) / shards
-        owned = -(-shards // np.maximum(world, 1))
-        return self.fixed_s + shard_s * owned
+        microbatch_s = self.microbatch_s * (self.microbatches or microbatches) / microbatches
+        owned = -(-microbatches // np.maximum(world, 1))
+        return self.fixed_s + microbatch_s * owned
 
 
 @dataclass
@@ -150,7 +150,7 @@ class _Log:
     weighed: _Weighed = field(default_factory=_Weighed)
     joined: dict[str, float] = field(default_factory=dict)
     """When the hosts of a rehearsal came, until their first worker starts."""
-    shards: int = 0
+    microbatches: int = 0
     batch: int = 1
     every: str = ""
     last: tuple[tuple[Any, ...], float] | None = None
@@ -215,7 +215,7 @@ class _Log:
                 for name, key in (("checkpoint_s", "pause_s"), ("publish_s", "duration_s")):
                     self.seen[name].append(float(event.get(key) or 0.0))
             case "job.described":
-                self.shards, self.batch = int(event["shards"]), int(event["global_batch"])
+                self.microbatches, self.batch = int(event["microbatches"]), int(event["global_batch"])
                 self.every = str(event.get("checkpoint_every", ""))
 
     def _begin(self) -> None:
@@ -258,9 +258,9 @@ class _Log:
         self.weighed.end()
         if self.weighed.costs:
             found["auto_s"] = tuple(self.weighed.costs)
-        if self.steps and self.shards:
-            found |= {"shards": self.shards, "batch": self.batch}
-            found["fixed_s"], found["shard_s"] = fitted(self.steps, self.shards)
+        if self.steps and self.microbatches:
+            found |= {"microbatches": self.microbatches, "batch": self.batch}
+            found["fixed_s"], found["microbatch_s"] = fitted(self.steps, self.microbatches)
             pauses_s = len(self.published) * float(found.get("checkpoint_s", 0.0))
             found["between_s"] = max(0.0, sum(self.gaps) - pauses_s) / len(self.gaps)
         if interval := self.every or interval_of(self.published):
@@ -299,33 +299,33 @@ def read_costs(run_dirs: Sequence[Path]) -> Costs:
             raise ConfigError(f"--costs {run_dir} has no events.jsonl, so no cost is known. Name a "
                               f"run's folder, e.g. runs/NAME.")
         costs = costs_of(Reader(run_dir).events(to_the_end=True))
-        if "shard_s" not in costs.measured:
+        if "microbatch_s" not in costs.measured:
             raise ConfigError(f"--costs {run_dir} has no two steps of train() or Trainer in a row, "
                               f"so the time of a step is unknown. Name a run that has trained.")
-        known.add((costs.shards, costs.batch))
+        known.add((costs.microbatches, costs.batch))
         events.append(Reader(run_dir).events(to_the_end=True))
     if len(known) > 1:
-        raise ConfigError(f"--costs names runs with {sorted(known)} shards and samples of a step. "
+        raise ConfigError(f"--costs names runs with {sorted(known)} micro-batches and samples of a step. "
                           f"Name runs of one script with the same options.")
     return costs if len(events) == 1 else costs_of(chain.from_iterable(events))
 
 
-def fitted(steps: Mapping[int, Sequence[float]], shards: int) -> tuple[float, float]:
-    """Return the fixed time of a step and the time of a shard: least squares, neither negative.
+def fitted(steps: Mapping[int, Sequence[float]], microbatches: int) -> tuple[float, float]:
+    """Return the fixed time of a step and the time of a micro-batch: least squares, neither negative.
 
-    With one number of shards for each worker all of a step is the time of its shards.
+    With one number of micro-batches for each worker all of a step is the time of its micro-batches.
     """
-    owned = np.array([-(-shards // size) for size in steps], dtype=float)
+    owned = np.array([-(-microbatches // size) for size in steps], dtype=float)
     means = np.array([fmean(values) for values in steps.values()])
     weights = np.sqrt([len(values) for values in steps.values()])
     through_zero = float((weights**2 * owned) @ means / ((weights * owned) @ (weights * owned)))
     if len(set(owned)) < 2:
         return 0.0, through_zero
     rows = np.stack([np.ones_like(owned), owned], axis=1) * weights[:, None]
-    fixed_s, shard_s = np.linalg.lstsq(rows, means * weights, rcond=None)[0]
-    if shard_s < 0.0:
+    fixed_s, microbatch_s = np.linalg.lstsq(rows, means * weights, rcond=None)[0]
+    if microbatch_s < 0.0:
         return float(means @ weights**2 / (weights @ weights)), 0.0
-    return (float(fixed_s), float(shard_s)) if fixed_s >= 0.0 else (0.0, through_zero)
+    return (float(fixed_s), float(microbatch_s)) if fixed_s >= 0.0 else (0.0, through_zero)
 
 
 def with_values(costs: Costs, given: Iterable[str]) -> Costs:
@@ -346,9 +346,9 @@ def with_values(costs: Costs, given: Iterable[str]) -> Costs:
             costs = replace(costs, first_boot_s=value, restart_boot_s=value)
         costs = replace(costs, **{name: value},
                         measured=tuple(sorted({*costs.measured, name})))
-    if costs.fixed_s + costs.shard_s < SHORTEST_STEP_S:
-        raise ConfigError(f"A step takes {costs.fixed_s + costs.shard_s:g} s. Use at least "
-                          f"{SHORTEST_STEP_S:g} s, e.g. --cost shard_s=0.2.")
+    if costs.fixed_s + costs.microbatch_s < SHORTEST_STEP_S:
+        raise ConfigError(f"A step takes {costs.fixed_s + costs.microbatch_s:g} s. Use at least "
+                          f"{SHORTEST_STEP_S:g} s, e.g. --cost microbatch_s=0.2.")
     return costs
 
 

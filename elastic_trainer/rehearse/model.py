@@ -44,7 +44,7 @@ RESTARTS = 1000
 class Policy:
     """What a user decides."""
 
-    shards: int
+    microbatches: int
     checkpoint: Cadence = Cadence()
     standby: bool = True
     """Each host has a booted worker that waits: it matters when a worker crashes."""
@@ -226,7 +226,7 @@ class _Run:
         lost.
         """
         costs, policy = self.costs, self.policy
-        step_s = costs.step_s(sizes, policy.shards)
+        step_s = costs.step_s(sizes, policy.microbatches)
         each_s = step_s + costs.between_s
         done, steps, useful = (np.append(0.0, np.cumsum(part)) for part in (
             trained, trained / each_s, trained * step_s / each_s))

@@ -49,7 +49,7 @@ class Played:
     others: Counter[str] = field(default_factory=Counter)
     """Workers that were lost on hosts which the trace did not take, by reason."""
     reduce: str = "exact"
-    shards: int = 0
+    microbatches: int = 0
     """Of a step; 0: the script is in Horovod's own style."""
     batch: int = 0
     _hosts: int = 0
@@ -90,7 +90,7 @@ class Played:
                     self.others[str(event["reason"])] += 1
             case "job.described":
                 self.reduce = str(event.get("reduce", self.reduce))
-                self.shards = int(event.get("shards") or 0)
+                self.microbatches = int(event.get("microbatches") or 0)
                 self.batch = int(event.get("global_batch") or 0)
             case "run.finished" if self.speed:
                 self._change(float(event["time"]), 0)
@@ -186,16 +186,16 @@ def forecast(result: Mapping[str, Any], speed: float, empty_s: float = 0.0) -> f
 
 
 def larger(played: Played) -> str:
-    """Return the options by which `plan` rehearses a larger fleet. With the shards of the rehearsal
+    """Return the options by which `plan` rehearses a larger fleet. With the micro-batches of the rehearsal
     most of its hosts would have no work."""
-    return (f"--hosts {LARGER_HOSTS} {work_for(LARGER_HOSTS, played.shards, played.batch)} "
+    return (f"--hosts {LARGER_HOSTS} {work_for(LARGER_HOSTS, played.microbatches, played.batch)} "
             f"--storm rate=12/h,bulk=0.4")
 
 
-def work_for(hosts: int, shards: int, batch: int) -> str:
-    """Return the options that give each host 4 shards, of as many samples as those of a batch of
-    `batch` samples in `shards` shards."""
-    return f"--shards {4 * hosts} --batch {4 * hosts * batch // shards}"
+def work_for(hosts: int, microbatches: int, batch: int) -> str:
+    """Return the options that give each host 4 micro-batches, of as many samples as those of a batch of
+    `batch` samples in `microbatches` micro-batches."""
+    return f"--micro-batches {4 * hosts} --batch {4 * hosts * batch // microbatches}"
 
 
 def cost_of_useful_hour(mean_hosts: float, goodput: float, price: float) -> float:

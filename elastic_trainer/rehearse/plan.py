@@ -32,7 +32,7 @@ from elastic_trainer.wire.plain import plain
 
 SEEDS = 20
 LIMITS = {"hosts": (1, 1e6), "days": (0, 36_500), "hours": (0, 876_000), "price": (1e-6, 1e9),
-          "shards": (1, 1e9), "batch": (1, 1e12), "np": (1, 1e6), "min_np": (1, 1e6),
+          "microbatches": (1, 1e9), "batch": (1, 1e12), "np": (1, 1e6), "min_np": (1, 1e6),
           "seeds": (1, 10_000), "notice": (0, 1e9)}
 """The least and the largest value of each option."""
 MOST_BETWEEN = 1e9
@@ -66,9 +66,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="take the costs from the event log of a run or a replay; repeat it for several")
     add("--cost", action="append", default=[], metavar="NAME=NUMBER",
         help="set one cost, e.g. loss_s=0.5; repeat it for several")
-    add("--shards", type=int, help="parts of the batch (default: the run's, or 4 for each host)")
+    add("--microbatches", type=int, help="parts of the batch (default: the run's, or 4 for each host)")
     add("--batch", type=int, metavar="SAMPLES",
-        help="samples of a step (default: the run's); a shard takes as long as it has samples")
+        help="samples of a step (default: the run's); a micro-batch takes as long as it has samples")
     add("--checkpoint-every", help="as in train(), 0: only the last (default: the run's or auto)")
     add("--no-standby", action="store_true", help="hosts have no standby")
     add("--np", type=int, help="workers to begin with, as in run (default: all hosts)")
@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="elastic-trainer plan", allow_abbrev=False,
         description="Rehearse a run on a fleet without processes: which checkpoint interval, "
-                    "how many shards, standbys and spare hosts, which pools, and what goodput and "
+                    "how many micro-batches, standbys and spare hosts, which pools, and what goodput and "
                     "price to expect.")
     add_options(parser)
     options = parser.parse_args(argv)
@@ -122,16 +122,16 @@ def planner_of(options: argparse.Namespace) -> Planner:
     if max(cadence.steps or 0, cadence.seconds or 0) > MOST_BETWEEN:
         raise ConfigError(f"--checkpoint-every is {every}. Use at most {MOST_BETWEEN:g} steps or "
                           f"seconds.")
-    shards = options.shards or costs.shards or 4 * fleet.hosts
-    policy = Policy(shards=shards, checkpoint=cadence, standby=not options.no_standby,
+    microbatches = options.microbatches or costs.microbatches or 4 * fleet.hosts
+    policy = Policy(microbatches=microbatches, checkpoint=cadence, standby=not options.no_standby,
                     first=options.np or fleet.hosts, fewest=options.min_np)
     return Planner(fleet, costs, policy, seconds, options.seeds, every)
 
 
 def of_batch(costs: Costs, batch: int) -> Costs:
     """Return the costs with another number of samples in a step."""
-    scale = batch / costs.batch if costs.shards else 1.0
-    return replace(costs, batch=batch, shard_s=costs.shard_s * scale)
+    scale = batch / costs.batch if costs.microbatches else 1.0
+    return replace(costs, batch=batch, microbatch_s=costs.microbatch_s * scale)
 
 
 def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
@@ -195,7 +195,7 @@ def as_json(planner: Planner, forecast: Choice, questions: Sequence[Question]) -
     """Return all that was found."""
     costs = {name: value for name, value in asdict(planner.costs).items() if name != "measured"}
     return {"seconds": planner.seconds, "hosts": planner.fleet.hosts,
-            "seeds": len(planner.seeds), "shards": planner.policy.shards,
+            "seeds": len(planner.seeds), "microbatches": planner.policy.microbatches,
             "forecast": forecast.row() | counts(forecast),
             "questions": {one.name: [choice.row() for choice in one.choices]
                           for one in questions},
@@ -259,9 +259,9 @@ def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
               took_s: float) -> list[str]:
     """Return what is printed below the table."""
     happens, costs, lines = counts(forecast), planner.costs, list[str]()
-    if (idle := planner.fleet.hosts - planner.policy.shards) > 0:
-        fitting = work_for(planner.fleet.hosts, planner.policy.shards, costs.batch)
-        lines.append(f"WARNING: {planner.policy.shards} shards leave {idle} of "
+    if (idle := planner.fleet.hosts - planner.policy.microbatches) > 0:
+        fitting = work_for(planner.fleet.hosts, planner.policy.microbatches, costs.batch)
+        lines.append(f"WARNING: {planner.policy.microbatches} micro-batches leave {idle} of "
                      f"{planner.fleet.hosts} hosts without work, at the price of all. A fleet of "
                      f"this size needs e.g. {fitting}.")
     if idlers := sum(one.steps <= 0.0 for one in forecast.outcomes):
@@ -276,7 +276,7 @@ def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
     lines += [question.advice() for question in questions]
     if costs.batch == 1:
         lines.append("A step counts as one sample: --batch N has its samples.")
-    missing = [name for name in ("loss_s", "change_s", "boot_s", "give_up_s", "shard_s")
+    missing = [name for name in ("loss_s", "change_s", "boot_s", "give_up_s", "microbatch_s")
                if name not in costs.measured]
     if missing:
         lines.append(f"Not measured, so by default: {', '.join(missing)}. --costs runs/NAME takes "
@@ -284,7 +284,7 @@ def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
     if planner.fleet.hosts > max(MEASURED_WORLD, costs.world):
         lines.append(f"Pauses of more than {MEASURED_WORLD} workers were never measured: each "
                      f"worker adds {costs.grow_s:g} s (--cost grow_s=…).")
-    if costs.shards != planner.policy.shards or len(questions[1].choices) > 1:
-        lines.append("A shard of half the samples is taken to need half the time; `elastic-trainer "
+    if costs.microbatches != planner.policy.microbatches or len(questions[1].choices) > 1:
+        lines.append("A micro-batch of half the samples is taken to need half the time; `elastic-trainer "
                      "tune` measures it.")
     return [*lines, f"Rehearsed in {took_s:.1f} s."]

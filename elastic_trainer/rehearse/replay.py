@@ -283,7 +283,7 @@ def rehearse(wanted: Rehearsal) -> int:
     write_text(run_dir / PLAYED, trace.text_of(rows_played(events, wanted.hosts)))
     write_text(run_dir / OUTCOME, json.dumps(
         {"source": wanted.source, "speed": wanted.speed, **outcome.as_json()}, indent=2) + "\n")
-    print_outcome(wanted, outcome, larger(played) if played.shards else "")
+    print_outcome(wanted, outcome, larger(played) if played.microbatches else "")
     return 0 if outcome.is_right else code or 1
 
 

@@ -1,6 +1,6 @@
 """The order of an epoch: which sample stands at each position.
 
-option `order`, weights or lengths → here → schedule (samples of a shard), identity of the run
+option `order`, weights or lengths → here → schedule (samples of a micro-batch), identity of the run
 
     "shuffled"              each sample once, in a keyed permutation of its epoch
     "sequential"            each sample once, in the order of the dataset

@@ -1,4 +1,4 @@
-"""The schedule: samples, shards, random seeds and learning rate of each step.
+"""The schedule: samples, micro-batches, random seeds and learning rate of each step.
 
 config, order (samples of positions) → here → loop (what to compute), vote (what it must total),
 verify (what was computed)
@@ -6,17 +6,17 @@ verify (what was computed)
 What always holds:
 1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be
    saved.
-2. Batch, shards, seeds and learning rate do not depend on the fleet. The fleet only decides which
-   worker owns which shard.
-3. Every position of an epoch is in exactly one shard of one step. The last batch of an epoch has
+2. Batch, micro-batches, seeds and learning rate do not depend on the fleet. The fleet only decides which
+   worker owns which micro-batch.
+3. Every position of an epoch is in exactly one micro-batch of one step. The last batch of an epoch has
    the positions that are left. With `drop_last` it is not trained. The order gives each position
    its sample.
-4. Memory is O(1) in the dataset and O(shard) in the answer. The end of an epoch costs as much as
+4. Memory is O(1) in the dataset and O(micro-batch) in the answer. The end of an epoch costs as much as
    its start.
 5. The bits are the same on every machine: seeds and digests use only integer operations on 64 bits.
    A change to one of them breaks every run that has a checkpoint, so the tests pin literal values.
 
-What it does not do: read data, know the history of a rank, balance shards of unequal cost.
+What it does not do: read data, know the history of a rank, balance micro-batches of unequal cost.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_GLOBAL_BATCH = 2**22
 """With more samples a batch's digest (a sum of 40-bit numbers) may not fit the vote's int64."""
 MAX_DATASET_SIZE = 2**48
 """Up to here the 40-bit draws of a round are even to 2^-16 over the rows, sqrt(2^48) of them."""
-_SHARD_SEED, _SAMPLE_SEED = 2, 3
+_MICROBATCH_SEED, _SAMPLE_SEED = 2, 3
 """The first number of each key, so that two purposes never have the same key. 1 is an epoch's
 (order.py)."""
 _24 = np.array(24, dtype=np.uint64)
@@ -48,25 +48,25 @@ class Schedule:
     """Positions in one epoch: the samples of the dataset, unless the order repeats some."""
     global_batch: int
     """Samples per step, over all workers together. The same for every world size."""
-    shards: int
-    """Parts of the global batch. A worker computes whole shards, so this is the largest useful
+    microbatches: int
+    """Parts of the global batch. A worker computes whole micro-batches, so this is the largest useful
     world size."""
     epochs: int | None = None
     """Passes over the dataset; None: as many as `max_steps` needs, or one without `max_steps`."""
     seed: int
-    """Root of the permutations and of the shards' random seeds."""
+    """Root of the permutations and of the micro-batches' random seeds."""
     max_steps: int | None = None
     """End earlier, after this many steps."""
     drop_last: bool = False
     """Leave out the samples at the end of each epoch that are too few for a whole batch."""
     order: Order = SHUFFLED
     """Which sample stands at each position."""
-    min_shard_samples: int = 1
-    """The fewest samples of a shard in an epoch's short last batch: then fewer shards have
+    min_microbatch_samples: int = 1
+    """The fewest samples of a micro-batch in an epoch's short last batch: then fewer micro-batches have
     samples."""
 
     def __post_init__(self) -> None:
-        for key in ("dataset_size", "global_batch", "shards"):
+        for key in ("dataset_size", "global_batch", "microbatches"):
             _require_whole(key, getattr(self, key), 1)
         _require_whole("seed", self.seed, 0)
         for key in ("epochs", "max_steps"):
@@ -78,16 +78,16 @@ class Schedule:
         if self.global_batch > MAX_GLOBAL_BATCH:
             raise ConfigError(
                 f"global_batch is {self.global_batch}. Use at most {MAX_GLOBAL_BATCH}.")
-        if self.shards > self.global_batch:
+        if self.microbatches > self.global_batch:
             raise ConfigError(
-                f"shards is {self.shards}, more than global_batch {self.global_batch}, so some "
-                f"would be empty at every step. Use at most {self.global_batch} shards.")
-        _require_whole("min_shard_samples", self.min_shard_samples, 1)
-        if self.min_shard_samples > self.global_batch // self.shards:
+                f"micro-batches is {self.microbatches}, more than global_batch {self.global_batch}, so some "
+                f"would be empty at every step. Use at most {self.global_batch} micro-batches.")
+        _require_whole("min_microbatch_samples", self.min_microbatch_samples, 1)
+        if self.min_microbatch_samples > self.global_batch // self.microbatches:
             raise ConfigError(
-                f"min_shard_samples is {self.min_shard_samples}, but global_batch "
-                f"{self.global_batch} in {self.shards} shards gives some of them "
-                f"{self.global_batch // self.shards}. Use at most that, or fewer shards.")
+                f"min_microbatch_samples is {self.min_microbatch_samples}, but global_batch "
+                f"{self.global_batch} in {self.microbatches} micro-batches gives some of them "
+                f"{self.global_batch // self.microbatches}. Use at most that, or fewer micro-batches.")
         if self.drop_last and self.dataset_size < self.global_batch:
             raise ConfigError(
                 f"drop_last is True and dataset_size {self.dataset_size} is less than global_batch "
@@ -109,25 +109,25 @@ class Schedule:
 
     @property
     def merges(self) -> bool:
-        """True if `min_shard_samples` gives the short last batch fewer shards than it would have
+        """True if `min_microbatch_samples` gives the short last batch fewer micro-batches than it would have
         without it."""
         left = self.dataset_size % self.global_batch
-        return not self.drop_last and 0 < left and self._parts(left) < min(self.shards, left)
+        return not self.drop_last and 0 < left and self._parts(left) < min(self.microbatches, left)
 
     @property
-    def smallest_shard(self) -> int:
-        """Count the samples of the smallest shard of all steps (one without samples is not
+    def smallest_microbatch(self) -> int:
+        """Count the samples of the smallest micro-batch of all steps (one without samples is not
         computed)."""
         steps = (0, self.steps_per_epoch - 1)
         sizes = [len(self._batch_positions(step)) for step in steps if step < self.steps]
         return min(size // self._parts(size) for size in sizes)
 
     @property
-    def shard_sizes(self) -> set[int]:
-        """Return the numbers of samples that the shards of all steps have, without 0."""
+    def microbatch_sizes(self) -> set[int]:
+        """Return the numbers of samples that the micro-batches of all steps have, without 0."""
         steps = [step for step in (0, self.steps_per_epoch - 1) if step < self.steps]
-        return {len(self.shard_positions(step, shard)) for step in steps
-                for shard in range(self.shards)} - {0}
+        return {len(self.microbatch_positions(step, microbatch)) for step in steps
+                for microbatch in range(self.microbatches)} - {0}
 
     @property
     def steps(self) -> int:
@@ -145,48 +145,48 @@ class Schedule:
         """Count the samples of a step: `global_batch`, or fewer in the epoch's last step."""
         return len(self._batch_positions(step))
 
-    def shard_positions(self, step: int, shard: int) -> range:
-        """Return the shard's positions in its epoch's order: the batch, split as evenly as
+    def microbatch_positions(self, step: int, microbatch: int) -> range:
+        """Return the micro-batch's positions in its epoch's order: the batch, split as evenly as
         possible.
 
-        A short batch has fewer parts than shards if the parts would be too small. The shards with a
-        part are spread over all shards, so that all workers have some.
+        A short batch has fewer parts than micro-batches if the parts would be too small. The micro-batches with a
+        part are spread over all micro-batches, so that all workers have some.
         """
-        assert 0 <= shard < self.shards, f"shard {shard} of {self.shards}"
+        assert 0 <= microbatch < self.microbatches, f"micro-batch {microbatch} of {self.microbatches}"
         batch = self._batch_positions(step)
         parts = self._parts(len(batch))
-        # The shard has one part, or none.
-        first, end = (edge * parts // self.shards for edge in (shard, shard + 1))
+        # The micro-batch has one part, or none.
+        first, end = (edge * parts // self.microbatches for edge in (microbatch, microbatch + 1))
         return batch[first * len(batch) // parts : end * len(batch) // parts]
 
-    def first_shard(self, step: int) -> int:
-        """Return the first shard of a step that has samples."""
-        return next(shard for shard in range(self.shards) if self.shard_positions(step, shard))
+    def first_microbatch(self, step: int) -> int:
+        """Return the first micro-batch of a step that has samples."""
+        return next(microbatch for microbatch in range(self.microbatches) if self.microbatch_positions(step, microbatch))
 
-    def shard_samples(self, step: int, shard: int) -> npt.NDArray[np.int64]:
-        """Return the shard's dataset indices, shape (samples,). May be empty in a short last
+    def microbatch_samples(self, step: int, microbatch: int) -> npt.NDArray[np.int64]:
+        """Return the micro-batch's dataset indices, shape (samples,). May be empty in a short last
         batch."""
-        return self._samples(step, self.shard_positions(step, shard))
+        return self._samples(step, self.microbatch_positions(step, microbatch))
 
-    def shard_weight(self, step: int, shard: int) -> float:
-        """Return the shard's share of the batch: the weight of its mean in the mean of the
+    def microbatch_weight(self, step: int, microbatch: int) -> float:
+        """Return the micro-batch's share of the batch: the weight of its mean in the mean of the
         batch."""
-        return len(self.shard_positions(step, shard)) / self.batch_size(step)
+        return len(self.microbatch_positions(step, microbatch)) / self.batch_size(step)
 
-    def shard_seed(self, step: int, shard: int) -> int:
-        """Return the 63-bit seed of the random generators (dropout, augmentation) in one shard of
+    def microbatch_seed(self, step: int, microbatch: int) -> int:
+        """Return the 63-bit seed of the random generators (dropout, augmentation) in one micro-batch of
         one step."""
-        return mix(_SHARD_SEED, self.seed, step, shard) >> 1
+        return mix(_MICROBATCH_SEED, self.seed, step, microbatch) >> 1
 
     def batch_digest(self, step: int) -> int:
-        """Return the sum that the shards' digests have if every sample of the step counts exactly
+        """Return the sum that the micro-batches' digests have if every sample of the step counts exactly
         once."""
         return samples_digest(self._counted(step, self._batch_positions(step)))
 
-    def shard_digest(self, step: int, shard: int, samples: npt.NDArray[np.int64]) -> int:
-        """Return the digest of a shard, which has these samples: what a worker votes."""
+    def microbatch_digest(self, step: int, microbatch: int, samples: npt.NDArray[np.int64]) -> int:
+        """Return the digest of a micro-batch, which has these samples: what a worker votes."""
         if self.order.counts_positions:
-            samples = _numbers(self.shard_positions(step, shard))
+            samples = _numbers(self.microbatch_positions(step, microbatch))
         return samples_digest(samples)
 
     def batch_digests(self, steps: range) -> list[int]:
@@ -205,14 +205,14 @@ class Schedule:
             self._counted(epoch * self.steps_per_epoch, range(end - self.dropped_samples, end)))
 
     def _parts(self, samples: int) -> int:
-        """Return the number of shards into which a batch of this size is cut.
+        """Return the number of micro-batches into which a batch of this size is cut.
 
-        It is the largest number that leaves no shard under `min_shard_samples`. No shard is larger
+        It is the largest number that leaves no micro-batch under `min_microbatch_samples`. No micro-batch is larger
         than in a full batch, because a larger one may not fit the memory. This decides if no number
         fits both, for example if one sample is left.
         """
-        largest = -(-self.global_batch // self.shards)
-        return max(min(self.shards, samples // self.min_shard_samples), -(-samples // largest))
+        largest = -(-self.global_batch // self.microbatches)
+        return max(min(self.microbatches, samples // self.min_microbatch_samples), -(-samples // largest))
 
     def _batch_positions(self, step: int) -> range:
         assert step >= 0, f"step {step}"
@@ -237,7 +237,7 @@ def _numbers(positions: range) -> npt.NDArray[np.int64]:
 
 
 def sample_seed(seed: int, place: int) -> int:
-    """Return the 63-bit seed of the sample at a place of a shard with this seed."""
+    """Return the 63-bit seed of the sample at a place of a micro-batch with this seed."""
     return mix(_SAMPLE_SEED, seed, place) >> 1
 
 
@@ -258,35 +258,35 @@ def _digested(samples: npt.NDArray[np.int64]) -> Words:
     return bits
 
 
-def owned_shards(rank: int, size: int, shards: int) -> range:
-    """Return the shards of one rank: ceil(shards / size) neighbours; fewer or none for the last
+def owned_microbatches(rank: int, size: int, microbatches: int) -> range:
+    """Return the micro-batches of one rank: ceil(micro-batches / size) neighbours; fewer or none for the last
     ranks."""
     assert 0 <= rank < size, f"rank {rank} of {size}"
-    each = -(-shards // size)
-    return range(min(rank * each, shards), min((rank + 1) * each, shards))
+    each = -(-microbatches // size)
+    return range(min(rank * each, microbatches), min((rank + 1) * each, microbatches))
 
 
-def owner_of(shard: int, size: int, shards: int) -> int:
-    """Return the rank that owns a shard."""
-    return shard // -(-shards // size)
+def owner_of(microbatch: int, size: int, microbatches: int) -> int:
+    """Return the rank that owns a micro-batch."""
+    return microbatch // -(-microbatches // size)
 
 
-def aligned_subtrees(owned: range, shards: int) -> list[range]:
-    """Cut `owned` into the fewest nodes of the fixed binary tree over range(shards), left to right.
+def aligned_subtrees(owned: range, microbatches: int) -> list[range]:
+    """Cut `owned` into the fewest nodes of the fixed binary tree over range(micro-batches), left to right.
 
-    A node is range(k * 2**j, min((k + 1) * 2**j, shards)): the tree over the next power of two,
+    A node is range(k * 2**j, min((k + 1) * 2**j, micro-batches)): the tree over the next power of two,
     without the leaves that are missing.
     """
-    is_within = owned.step == 1 and 0 <= owned.start and owned.stop <= shards
-    assert not owned or is_within, f"{owned}, {shards}"
+    is_within = owned.step == 1 and 0 <= owned.start and owned.stop <= microbatches
+    assert not owned or is_within, f"{owned}, {microbatches}"
     nodes: list[range] = []
     start = owned.start
     while start < owned.stop:
         width = 1
-        while (start % (2 * width) == 0 and width < shards
-               and min(start + 2 * width, shards) <= owned.stop):
+        while (start % (2 * width) == 0 and width < microbatches
+               and min(start + 2 * width, microbatches) <= owned.stop):
             width *= 2
-        nodes.append(range(start, min(start + width, shards)))
+        nodes.append(range(start, min(start + width, microbatches)))
         start = nodes[-1].stop
     return nodes
 

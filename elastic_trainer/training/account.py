@@ -98,7 +98,7 @@ class Account:
         self.events.emit("job.described",
                          dataset_size=schedule.dataset_size,
                          global_batch=schedule.global_batch,
-                         shards=schedule.shards,
+                         microbatches=schedule.microbatches,
                          epochs=schedule.epochs,
                          seed=schedule.seed,
                          steps=schedule.steps,
@@ -115,7 +115,7 @@ class Account:
         if world.rank != 0:
             return
         self.describe()
-        for remark in remarks_on_workers(world.size, self.job.schedule.shards):
+        for remark in remarks_on_workers(world.size, self.job.schedule.microbatches):
             self.remark(remark, world.rank)
         if self.launch.run_dir:
             report.take_back_result(self.launch.run_dir, self.steps_due())
@@ -245,7 +245,7 @@ class Account:
 def is_finished(run_dir: Path | None, steps: int) -> bool:
     """Return whether the run of this folder is finished, with these steps planned.
 
-    Then the loop yields no shard to be tried. Otherwise the user's code would run behind a step
+    Then the loop yields no micro-batch to be tried. Otherwise the user's code would run behind a step
     that does not exist.
     """
     if run_dir is None:

@@ -27,7 +27,7 @@ from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import LossNotFinite, not_finite, verdict
-from elastic_trainer.training.microbatches import Shards
+from elastic_trainer.training.microbatches import Microbatches
 from elastic_trainer.training.several_optimizers import members_of, parameters_of
 from elastic_trainer.world.collectives import World
 
@@ -42,21 +42,21 @@ class StepEnd:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the last finished step has logged, over all shards and phases."""
+        """What the last finished step has logged, over all micro-batches and phases."""
         return means(self.state.findings.sums)
 
     def is_skipped(self, loss: float) -> bool:
         """Return whether a step of this loss is finished without being applied."""
         return self.job.on_nan == "skip" and not math.isfinite(loss)
 
-    def judge_loss(self, step: int, shards: Shards, world: World) -> None:
+    def judge_loss(self, step: int, microbatches: Microbatches, world: World) -> None:
         """Report a loss that is not finite, and raise LossNotFinite on all workers if the job asks
         for it."""
         if self.flat.has_lost_digits():
             self.state.restore()
             raise RuntimeError(
                 f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step "
-                f"{step}, so its mean over the shards is not exact. Keep it in a float buffer, or "
+                f"{step}, so its mean over the micro-batches is not exact. Keep it in a float buffer, or "
                 f"change it {self.job.words.behind}.")
         if found := self.flat.changed_buffers():
             self.state.restore()
@@ -65,15 +65,15 @@ class StepEnd:
         loss, on_nan = self.flat.mean_loss(), self.job.on_nan
         if math.isfinite(loss):
             return
-        mine = not_finite(shards.losses)
+        mine = not_finite(microbatches.losses)
         is_first = step == 0 or math.isfinite(self.state.loss)  # of several in a row
         if mine and (on_nan != "continue" or is_first):
             self.events.emit(
                 "worker.loss_not_finite",
                 step=step,
                 loss=loss,
-                shards=sorted(mine),
-                samples=[mine[shard] for shard in sorted(mine)],
+                microbatches=sorted(mine),
+                samples=[mine[microbatch] for microbatch in sorted(mine)],
                 on_nan=on_nan,
             )
         if on_nan == "raise":
@@ -84,7 +84,7 @@ class StepEnd:
             )
 
     def _require_count(self, step: int) -> None:
-        """Raise RuntimeError, on all workers, if some shards were counted and others not, or
+        """Raise RuntimeError, on all workers, if some micro-batches were counted and others not, or
         nothing was counted."""
         count = self.flat.tallied().get(COUNT)
         run = float(self.flat.sums[torch.float32][0])
@@ -94,7 +94,7 @@ class StepEnd:
             return
         self.state.restore()
         raise RuntimeError(
-            f"{count[1]:.0f} of {run:.0f} shards of step {step} gave a count, and the counts add "
+            f"{count[1]:.0f} of {run:.0f} micro-batches of step {step} gave a count, and the counts add "
             f"up to {count[0]:g}. Call backward(loss_sum, count=n) for each batch, with n > 0 in "
             f"one of them, or backward(loss) for each.")
 
@@ -105,7 +105,7 @@ class StepEnd:
         job, state = self.job, self.state
         # Stochastic rounding and after_step draw the same random numbers on every worker.
         phase = state.phase
-        seed_everything(seed_of(job.schedule, state.committed, job.schedule.shards, phase))
+        seed_everything(seed_of(job.schedule, state.committed, job.schedule.microbatches, phase))
         state.is_applying = True
         if self.is_skipped(loss := self.flat.mean_loss()):
             state.restore()
@@ -129,7 +129,7 @@ class StepEnd:
         state.is_applying = False
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the next values of the buffers whose rule needs the value of each shard. Runs the
+        """Return the next values of the buffers whose rule needs the value of each micro-batch. Runs the
         functions of gather()."""
         buffers, rules = self.state.model_buffers, self.job.buffers
         if not buffers.left:
@@ -138,7 +138,7 @@ class StepEnd:
         return results(buffers.left, rules, buffers.before)
 
     def _update(self) -> None:
-        """Change buffers, weights, optimizer and scaler by what the shards have left."""
+        """Change buffers, weights, optimizer and scaler by what the micro-batches have left."""
         job, state = self.job, self.state
         optimizer = members_of(job.optimizer)[state.phase]
         self.flat.divide()

@@ -1,11 +1,11 @@
 """Plain attributes that the code of a batch has changed: one value for all micro-batches of a step,
 or the user's error.
 
-attributes behind each shard (state/module_attributes.py) → here → what the step ends with, on all
+attributes behind each micro-batch (state/module_attributes.py) → here → what the step ends with, on all
 workers
 
 What always holds:
-1. What a step's first shard has left is what each other shard has left, on every worker. A shard
+1. What a step's first micro-batch has left is what each other micro-batch has left, on every worker. A micro-batch
    begins with the attributes that the worker's last one has left, so a counter is found.
 2. All workers hold these values before the vote. So a worker that rolls the step forward has them.
 3. A size that follows from the batch is found in the warm-up: the same batch leaves it again, and
@@ -28,7 +28,7 @@ from elastic_trainer.state.module_attributes import ModuleAttributes, is_same, i
 from elastic_trainer.state.supported import some
 
 NOT_RUN, SAME, MOVED = range(3)
-"""What the step's first shard has done to attributes; it may not have ended."""
+"""What the step's first micro-batch has done to attributes; it may not have ended."""
 REMEDY = (
     "Workers compute different batches, so they would hold different values, and a worker that "
     "joins would have none. Change attributes behind the inner loop (with train(): in after_step), "
@@ -38,34 +38,34 @@ REMEDY = (
 
 
 class Moved:
-    """What the shards of a step have changed in attributes, on this worker."""
+    """What the micro-batches of a step have changed in attributes, on this worker."""
 
     def __init__(self, attributes: ModuleAttributes):
         self._attributes = attributes
         self._left: dict[str, Any] | None = None
-        """What the shards of this step have left; None: none has ended."""
+        """What the micro-batches of this step have left; None: none has ended."""
         self.mark = NOT_RUN
-        """What the step's first shard has done, if this worker has run it."""
+        """What the step's first micro-batch has done, if this worker has run it."""
 
     def clear(self) -> None:
         """Begin a step, or begin it again."""
         self._attributes.reset()
         self._left, self.mark = None, NOT_RUN
 
-    def keep(self, shard: str, is_first: bool) -> None:
-        """Note what a shard has left. Raises RuntimeError if it is not what the others have
+    def keep(self, microbatch: str, is_first: bool) -> None:
+        """Note what a micro-batch has left. Raises RuntimeError if it is not what the others have
         left."""
         moved = self._attributes.moved()
         if self._left is None:
             self._left = moved
         elif moved or self._left:
-            require_same(self._left, moved, f"in {shard}", RuntimeError)
+            require_same(self._left, moved, f"in {microbatch}", RuntimeError)
         if is_first:
             self.mark = MOVED if moved else SAME
 
     def share(self, mark: int, from_first: Callable[[str], str]) -> None:
-        """Give all workers what the step's first shard has left, by its mark. Raises RuntimeError
-        if shards of this worker have left something else.
+        """Give all workers what the step's first micro-batch has left, by its mark. Raises RuntimeError
+        if micro-batches of this worker have left something else.
 
         Network, if it has changed attributes: one allgather of these values.
         """
@@ -79,7 +79,7 @@ class Moved:
 
 def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str,
                  kind: type[RuntimeError] | type[ConfigError]) -> None:
-    """Raise the user's error if two shards have left different attributes."""
+    """Raise the user's error if two micro-batches have left different attributes."""
     if not (odd := _differing(one, other)):
         return
     values = " and ".join(_shown(side[odd[0]]) if odd[0] in side else "its former value"
@@ -91,7 +91,7 @@ def require_same(one: Mapping[str, Any], other: Mapping[str, Any], where: str,
 
 
 def sizes_of_batches(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the attributes of which two different shards have left different sizes."""
+    """Return the attributes of which two different micro-batches have left different sizes."""
     return [path for path in _differing(one, other)
             if path in one and path in other and is_size(one[path]) and is_size(other[path])]
 

@@ -1,9 +1,9 @@
-"""Whether a shard has one result, whatever was computed before it: nothing is carried from one
+"""Whether a micro-batch has one result, whatever was computed before it: nothing is carried from one
 batch to the next.
 
-warm-up (one shard, again, another one, the first one again) → here → the user's error
+warm-up (one micro-batch, again, another one, the first one again) → here → the user's error
 
-What it does not do: find a value that changes no result of these shards (a counter that acts every
+What it does not do: find a value that changes no result of these micro-batches (a counter that acts every
 tenth batch).
 """
 
@@ -23,7 +23,7 @@ CLEAR = 1e-3
 
 
 class Tried(NamedTuple):
-    """What went into a shard, and what came out."""
+    """What went into a micro-batch, and what came out."""
 
     inputs: int
     """The checksum of weights and samples."""
@@ -34,13 +34,13 @@ class Tried(NamedTuple):
 
 
 def another(schedule: Schedule, place: tuple[int, int]) -> tuple[int, int] | None:
-    """Return step and shard of another shard than the first one, if possible of its size; None: the
-    run has one shard only."""
-    size = len(schedule.shard_positions(*place))
-    found = [(step, shard) for step in range(min(2, schedule.steps))
-             for shard in range(schedule.shards)
-             if (step, shard) != place and schedule.shard_positions(step, shard)]
-    return next((one for one in found if len(schedule.shard_positions(*one)) == size),
+    """Return step and micro-batch of another micro-batch than the first one, if possible of its size; None: the
+    run has one micro-batch only."""
+    size = len(schedule.microbatch_positions(*place))
+    found = [(step, microbatch) for step in range(min(2, schedule.steps))
+             for microbatch in range(schedule.microbatches)
+             if (step, microbatch) != place and schedule.microbatch_positions(step, microbatch)]
+    return next((one for one in found if len(schedule.microbatch_positions(*one)) == size),
                 found[0] if found else None)
 
 
@@ -52,7 +52,7 @@ def may_waver(device: torch.device) -> bool:
 
 
 def require_same_result(tried: Sequence[Tried], wavers: bool, words: Words) -> None:
-    """Raise ConfigError if one shard had different results. Samples that differ are no result: the
+    """Raise ConfigError if one micro-batch had different results. Samples that differ are no result: the
     proof leaves them out, with a remark."""
     one = tried[0]
     for other in tried[1:]:

@@ -47,7 +47,7 @@ def fault_of_machine(error: BaseException, driver: Driver, size: int) -> str:
 
 
 def leave_as_dead(
-    kind: str, text: str, step: int, shard: int, *, launch: Launch, driver: Driver, events: Events
+    kind: str, text: str, step: int, microbatch: int, *, launch: Launch, driver: Driver, events: Events
 ) -> NoReturn:
     """Report that this machine has failed, and end this process as a death would: nothing of the
     step was applied.
@@ -66,11 +66,11 @@ def leave_as_dead(
         host=launch.host,
         error=kind,
         step=step,
-        shard=shard,
+        microbatch=microbatch,
         text=text[-MAX_ERROR_CHARACTERS:],
     )
     events.flush()
-    driver.fail_machine(MachineFault(step=step, shard=shard, kind=kind, text=text))
+    driver.fail_machine(MachineFault(step=step, microbatch=microbatch, kind=kind, text=text))
     os._exit(EXIT_MACHINE)
 
 

@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError, Launch
-from elastic_trainer.data.loader import Reader, Readers, ShardRecipe
+from elastic_trainer.data.loader import Reader, Readers, MicrobatchRecipe
 from elastic_trainer.data.mixture import order_of
 from elastic_trainer.evaluate.best import Best, require_rule
 from elastic_trainer.events.log import newest_attempt
@@ -88,7 +88,7 @@ class Job:
     scaler: torch.amp.GradScaler | None
     collate: Callable[[list[Any]], Any]
     readers: Readers
-    """Read the batches of shards, and those of evaluations."""
+    """Read the batches of micro-batches, and those of evaluations."""
     extras: dict[str, Any]
     device: torch.device
     rules: Mapping[str, Rule] = field(default_factory=dict)
@@ -119,7 +119,7 @@ class Job:
     @property
     def buffers(self) -> BufferRules:
         """What a step does to buffers."""
-        return BufferRules(self.model, self.rules, self.schedule.shards)
+        return BufferRules(self.model, self.rules, self.schedule.microbatches)
 
 
 def checked(
@@ -134,17 +134,17 @@ def checked(
     optimizer = as_one(given) if isinstance(given, Mapping) else given
     device = require_model(model, optimizer)
     require_values(options, words)
-    min_samples = options.min_shard_samples
+    min_samples = options.min_microbatch_samples
     if min_samples is None:
-        min_samples = fewest_samples(model, options.global_batch, options.shards)
+        min_samples = fewest_samples(model, options.global_batch, options.microbatches)
     if why := refused_dataset(dataset):
         raise ConfigError(why)
     order = order_of(dataset, options.order)
     numbers = Schedule(
         dataset_size=order.epoch_size(len(dataset)), order=order,
-        global_batch=options.global_batch, shards=options.shards, epochs=options.epochs,
+        global_batch=options.global_batch, microbatches=options.microbatches, epochs=options.epochs,
         seed=options.seed, max_steps=options.max_steps,
-        drop_last=options.drop_last, min_shard_samples=min_samples)
+        drop_last=options.drop_last, min_microbatch_samples=min_samples)
     rates = options.schedule
     if isinstance(rates, LinearScaling):
         rates = rates.of_batch(numbers.global_batch)
@@ -166,7 +166,7 @@ def checked(
         scaler=scaler_of(options.precision, options.scaler, device.type),
         on_nan=options.on_nan,
         collate=collate,
-        readers=Readers(Reader(dataset, collate, ShardRecipe(numbers), options.loader, device)),
+        readers=Readers(Reader(dataset, collate, MicrobatchRecipe(numbers), options.loader, device)),
         average=average,
         best=best,
         logs=bool(options.loggers),
@@ -295,12 +295,12 @@ def describe(job: Job) -> dict[str, Any]:
             for name in (
                 "dataset_size",
                 "global_batch",
-                "shards",
+                "microbatches",
                 "epochs",
                 "seed",
                 "max_steps",
                 "drop_last",
-                "min_shard_samples",
+                "min_microbatch_samples",
                 "steps",
             )
         } | facts_of(schedule.order),
@@ -321,10 +321,10 @@ def describe(job: Job) -> dict[str, Any]:
     }
 
 
-def fewest_samples(model: torch.nn.Module, global_batch: int, shards: int) -> int:
-    """Return the number of samples that a shard of this model needs, as far as its modules show it.
-    It is at most the number that the shards of a full batch have."""
-    return 2 if has_batch_norm(model) and global_batch >= 2 * shards > 0 else 1
+def fewest_samples(model: torch.nn.Module, global_batch: int, microbatches: int) -> int:
+    """Return the number of samples that a micro-batch of this model needs, as far as its modules show it.
+    It is at most the number that the micro-batches of a full batch have."""
+    return 2 if has_batch_norm(model) and global_batch >= 2 * microbatches > 0 else 1
 
 
 def has_batch_norm(model: torch.nn.Module) -> bool:
@@ -346,5 +346,5 @@ def cut_of(schedule: Schedule) -> dict[str, Any]:
     """Return the part of the state's identity that describes short last batches and the order. It
     is empty where they are as in version 0.1."""
     dropped = {"drop_last": True} if schedule.dropped_samples else {}
-    merged = {"min_shard_samples": schedule.min_shard_samples} if schedule.merges else {}
+    merged = {"min_microbatch_samples": schedule.min_microbatch_samples} if schedule.merges else {}
     return {**dropped, **merged, **facts_of(schedule.order)}

@@ -33,7 +33,7 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
     sending.require(reduce, has_scaler=job.scaler is not None and job.scaler.is_enabled())
     numbers = job.schedule
     identity = {"dataset_size": numbers.dataset_size, "global_batch": numbers.global_batch,
-                "shards": numbers.shards, "seed": numbers.seed, "reduce": reduce}
+                "microbatches": numbers.microbatches, "seed": numbers.seed, "reduce": reduce}
     state = LiveState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler,
                          identity=identity | cut_of(numbers),
                          optimizers=dict(zip(job.phases, members_of(job.optimizer), strict=True)))
@@ -52,7 +52,7 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
                                  **({CONFIGURATION: dict(job.configuration)}
                                     if job.configuration else {}))
     if job.scaler:
-        # A scaler makes its scale at its first use. A worker without a shard needs it too.
+        # A scaler makes its scale at its first use. A worker without a micro-batch needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))
     require_kept(state, job.words, begins=True)
     return state
@@ -103,9 +103,9 @@ def reducer_of(reduce: str, flat: Flat, job: Job, sending: Sending, state: LiveS
                events: Events) -> Reducer:
     """Return the reducer of this name, which logs what it sends in 16 bits."""
     if reduce == "exact":
-        return TracedReducer(ExactReducer(flat, job.schedule.shards), events.trace)
+        return TracedReducer(ExactReducer(flat, job.schedule.microbatches), events.trace)
 
     def note(**facts: Any) -> None:
         events.emit("worker.gradients_compressed", step=state.committed, **facts)
 
-    return TracedReducer(RingReducer(flat, job.schedule.shards, sending, note), events.trace)
+    return TracedReducer(RingReducer(flat, job.schedule.microbatches, sending, note), events.trace)

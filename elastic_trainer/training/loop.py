@@ -1,6 +1,6 @@
 """The loop of one worker: `steps` reads as the promise does.
 
-job → warm-up → world (generation after generation) → here: shards → reduce → vote → apply → the
+job → warm-up → world (generation after generation) → here: micro-batches → reduce → vote → apply → the
 user's code → checkpoint
 
 What always holds:
@@ -42,7 +42,7 @@ from elastic_trainer.training.failures import fault_of_machine
 from elastic_trainer.training.going_back import GoingBack
 from elastic_trainer.training.job import Job, Result, describe
 from elastic_trainer.training.job_state import Keeping, reducer_of, state_of
-from elastic_trainer.training.microbatches import Shards
+from elastic_trainer.training.microbatches import Microbatches
 from elastic_trainer.training.moves import Begun, Move
 from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.training.stop_request import Wish
@@ -82,14 +82,14 @@ class Loop:
                              Evaluations(lambda: self.world, driver.is_broken, events, launch))
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
         scaling = Scaling(job.scaler, self.flat.gradients)
-        self.shards = Shards(job, self.state, self.flat, self.reducer, scaling,
+        self.microbatches = Microbatches(job, self.state, self.flat, self.reducer, scaling,
                              self.fault_of_machine, driver.is_broken, events.trace)
         self.end = StepEnd(job, self.state, self.flat, events)
         self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica, scaling)
         self._keeping = Keeping(self.state, job.words)
         self.has_joined = False
         """True from this worker's first step on."""
-        self._shard_s = 0.0  # how long a shard takes on this worker, by the warm-up
+        self._microbatch_s = 0.0  # how long a micro-batch takes on this worker, by the warm-up
 
     def hooks(self) -> Hooks:
         """Return what the life of generations asks of this loop."""
@@ -97,7 +97,7 @@ class Loop:
         return Hooks(
             all_parts=self.replica.all_parts,
             part_from_odd=lambda held, among: self.going_back.part(self.world, held, among),
-            expected_step_s=lambda size: self._shard_s * -(-self.job.schedule.shards // size),
+            expected_step_s=lambda size: self._microbatch_s * -(-self.job.schedule.microbatches // size),
             write_alone=self._write_while_waiting, published=checkpointing.newest_step,
             is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
             owes=lambda: self.behind.owes(), attend=lambda: self.behind.evaluations.attend())
@@ -128,7 +128,7 @@ class Loop:
 
     def _warm_up(self) -> Generator[Move, None, None]:
         warm = yield from self.warm_up.run(is_exact=self.reduce == "exact")
-        self.generations.arithmetic, self._shard_s = warm.arithmetic, warm.shard_s
+        self.generations.arithmetic, self._microbatch_s = warm.arithmetic, warm.microbatch_s
         self.account.prove(warm.arithmetic.proof, self._settings)
         if checkpoints := self.checkpointing.checkpoints:
             checkpoints.publisher.facts["arithmetic"] = warm.arithmetic.to_dict()
@@ -157,8 +157,8 @@ class Loop:
             if is_entered or state.phase == 0:
                 started = time.monotonic()
             is_entered = False
-            # The user's code, once for each shard.
-            samples, digest = yield from self.shards.run(step, world, checkpointing.fenced)
+            # The user's code, once for each micro-batch.
+            samples, digest = yield from self.microbatches.run(step, world, checkpointing.fenced)
             computed = time.monotonic()
             self.events.reach("step.computed", step=step)
             held = self._reduce(step)  # network: the gradients, once
@@ -169,12 +169,12 @@ class Loop:
             control = self._vote(step, self._ballot(samples, digest, held))  # network: one message
             self.events.reach("step.voted", step=step)
             voted = time.monotonic()
-            self.shards.raise_if_failed(control.failed_rank, world)
+            self.microbatches.raise_if_failed(control.failed_rank, world)
             if control.modes_differ:
                 modes_differ.refuse(state, world)
             if control.differs:  # this leaves the loop, unless the user allows mixed machines
                 self.generations.settle_difference(step, held, range(world.size))
-            self.end.judge_loss(step, self.shards, world)
+            self.end.judge_loss(step, self.microbatches, world)
             self.end.apply(*control.totals)  # all that outlives the step, together
             self.events.reach("step.applied", step=step)
             if state.phase == 0:
@@ -208,15 +208,15 @@ class Loop:
         """Sum the gradients of all workers, and return the checksums of my slice of the state."""
         self.reducer.send(self.world)
         held = self.replica.parts(step)  # while the gradients are on their way
-        self.shards.reduce(self.world)
-        self.shards.share(partial(self._from_first_shard, step), self.world)
+        self.microbatches.reduce(self.world)
+        self.microbatches.share(partial(self._from_first_microbatch, step), self.world)
         self.state.prepare()
         return held
 
-    def _from_first_shard(self, step: int, text: str) -> str:
-        """Send the text of the worker that has run the step's first shard to all workers."""
+    def _from_first_microbatch(self, step: int, text: str) -> str:
+        """Send the text of the worker that has run the step's first micro-batch to all workers."""
         numbers = self.job.schedule
-        owner = owner_of(numbers.first_shard(step), self.world.size, numbers.shards)
+        owner = owner_of(numbers.first_microbatch(step), self.world.size, numbers.microbatches)
         return self.world.share_text(text, owner)
 
     def _ballot(self, samples: int, digest: int, held: list[Part]) -> Ballot:
@@ -230,7 +230,7 @@ class Loop:
             checkpoint=checkpoint if is_last else replace(checkpoint, is_wanted=False))
 
     def _vote(self, step: int, ballot: Ballot) -> Outcome:
-        has_failed = self.shards.error is not None
+        has_failed = self.microbatches.error is not None
         return self.generations.vote(step, replace(ballot, has_failed=has_failed))
 
     def _note_step(self, step: int, step_s: float, waited_s: float, pace: Pace) -> None:
@@ -282,9 +282,9 @@ class Loop:
 
     def _vote_on_checkpoint(self, ballot: CheckpointBallot) -> Outcome:
         """Vote on the last checkpoint, after the last step. All workers raise what ends the run."""
-        self.shards.error = self.checkpointing.fenced
+        self.microbatches.error = self.checkpointing.fenced
         control = self._vote(self.state.committed, Ballot(checkpoint=ballot))
-        self.shards.raise_if_failed(control.failed_rank, self.world)
+        self.microbatches.raise_if_failed(control.failed_rank, self.world)
         return control
 
     def _finish(self) -> None:

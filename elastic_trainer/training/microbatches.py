@@ -1,14 +1,14 @@
-"""The shards of a step that this worker runs: forward and backward into the flat buffers.
+"""The micro-batches of a step that this worker runs: forward and backward into the flat buffers.
 
 schedule (which samples) → here → the user's code (one batch at a time) → here → flat buffers →
 reducer
 
 What always holds:
-1. Each shard starts with the buffers, modes and extra state of the step's begin, and with its own
+1. Each micro-batch starts with the buffers, modes and extra state of the step's begin, and with its own
    random seed.
 2. An exception of the user's code is kept for the vote: all workers stop at the same point. One
    that the machine has caused is raised at once: the others do the step again without this worker.
-3. If the user's code writes to `.grad`, this worker runs its shards again, each with gradients of
+3. If the user's code writes to `.grad`, this worker runs its micro-batches again, each with gradients of
    its own. Nothing of them had left this worker.
 """
 
@@ -38,12 +38,12 @@ from elastic_trainer.training.attributes_moved import NOT_RUN, Moved
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.losses import require_scalar
-from elastic_trainer.training.moves import OF_THE_LOOP, Shard
+from elastic_trainer.training.moves import OF_THE_LOOP, Microbatch
 from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.world.collectives import PeersLost, World
 
 
-class Shards:
+class Microbatches:
     """This worker's part of each step."""
 
     def __init__(self, job: Job, state: LiveState, flat: Flat, reducer: Reducer, scaling: Scaling,
@@ -56,20 +56,20 @@ class Shards:
         self.error: BaseException | None = None
         """What the user's code has raised in this step."""
         self.losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
-        """Of this step's shards that this worker has run: the loss, and its samples."""
+        """Of this step's micro-batches that this worker has run: the loss, and its samples."""
         self.moved = Moved(state.attributes)
         self.values = BufferValues(state.model_buffers, job.buffers, job.schedule)
         self._is_reduced = False
         """The sums of the step are those of all workers."""
         self.number = -1
-        """The shard in hand; -1 where all workers do the same."""
+        """The micro-batch in hand; -1 where all workers do the same."""
         self._mine = range(0)
-        """This worker's shards in its world."""
+        """This worker's micro-batches in its world."""
 
     def run(
         self, step: int, world: World, error: BaseException | None
-    ) -> Generator[Shard, None, tuple[int, int]]:
-        """Run my shards of a step into the flat buffers; returns the number and digest of my
+    ) -> Generator[Microbatch, None, tuple[int, int]]:
+        """Run my micro-batches of a step into the flat buffers; returns the number and digest of my
         samples.
 
         `error` is one that this worker already has: then it takes part in the step without
@@ -81,31 +81,31 @@ class Shards:
         try:
             return (yield from self._run(step, world, error))
         except GradientsWritten:
-            # Nothing has left this worker: its shards are run again, each by itself.
+            # Nothing has left this worker: its micro-batches are run again, each by itself.
             self.flat.gradients.isolates = True
             return (yield from self._run(step, world, error))
 
     def _run(
         self, step: int, world: World, error: BaseException | None
-    ) -> Generator[Shard, None, tuple[int, int]]:
+    ) -> Generator[Microbatch, None, tuple[int, int]]:
         job, samples, digest = self.job, 0, 0
         mine = self._mine = self.reducer.begin(world)
         self.error, self.losses = error, {}
         self.flat.tally.clear()
         self.moved.clear()
         self.values.begin(step)
-        for shard in mine:
+        for microbatch in mine:
             self._require_peers()
-            done = self.reducer.shard(shard, is_last=shard == mine.stop - 1)
-            indices = job.schedule.shard_samples(step, shard)
+            done = self.reducer.microbatch(microbatch, is_last=microbatch == mine.stop - 1)
+            indices = job.schedule.microbatch_samples(step, microbatch)
             if len(indices) and self.error is None:
                 yield from self._one(
-                    step, shard, indices, world if shard == mine.stop - 1 else None
+                    step, microbatch, indices, world if microbatch == mine.stop - 1 else None
                 )
                 samples += len(indices)
-                digest += job.schedule.shard_digest(step, shard, indices)
+                digest += job.schedule.microbatch_digest(step, microbatch, indices)
             done()
-        if self.flat.shards_run:
+        if self.flat.microbatches_run:
             self.flat.add_tally(self.reducer.mine())
             self.flat.add_modes(self.reducer.mine(), self.state.modes.changed,
                                 self.moved.mark)
@@ -117,36 +117,36 @@ class Shards:
         return samples, digest
 
     def _one(
-        self, step: int, shard: int, indices: numpy.ndarray, overlaps: World | None
-    ) -> Generator[Shard, None, None]:
-        """Hand one shard to the user's code. Its backward pass starts the network if it `overlaps`
+        self, step: int, microbatch: int, indices: numpy.ndarray, overlaps: World | None
+    ) -> Generator[Microbatch, None, None]:
+        """Hand one micro-batch to the user's code. Its backward pass starts the network if it `overlaps`
         with a world."""
-        self.trace.mark.enter("load", f"shard {shard}", indices)
-        with self.user_code(shard), self.trace.span("load", shard=shard):
-            batch = self._open(step, shard, indices)
+        self.trace.mark.enter("load", f"micro-batch {microbatch}", indices)
+        with self.user_code(microbatch), self.trace.span("load", microbatch=microbatch):
+            batch = self._open(step, microbatch, indices)
         if self.error is not None:
             return
         phase = f" (phase {self.job.phases[self.state.phase]})" if self.state.phases > 1 else ""
-        in_hand = Shard(
-            f"shard {shard} of step {step}{phase}",
+        in_hand = Microbatch(
+            f"micro-batch {microbatch} of step {step}{phase}",
             batch,
-            partial(self._backward, step, shard, indices, overlaps),
+            partial(self._backward, step, microbatch, indices, overlaps),
             self.flat.tally,
         )
         self._handed_ns = self.trace.now()
-        self.trace.mark.enter("forward", f"shard {shard}", indices)
-        self.number = shard  # if the user's loop is left here, this shard is the one in hand
+        self.trace.mark.enter("forward", f"micro-batch {microbatch}", indices)
+        self.number = microbatch  # if the user's loop is left here, this micro-batch is the one in hand
         yield in_hand
-        with self.user_code(shard):
+        with self.user_code(microbatch):
             in_hand.settle()
-            self._close(step, shard)
+            self._close(step, microbatch)
 
-    def _open(self, step: int, shard: int, indices: numpy.ndarray) -> Any:
+    def _open(self, step: int, microbatch: int, indices: numpy.ndarray) -> Any:
         job, phase = self.job, self.state.phase
         self.state.reopen()
-        key = step, phase, shard
+        key = step, phase, microbatch
         ahead = keys_after(key, job.schedule, self._mine, self.state.phases)
-        batch = job.readers.training.batch(seed_of(job.schedule, step, shard, phase), key, ahead,
+        batch = job.readers.training.batch(seed_of(job.schedule, step, microbatch, phase), key, ahead,
                                            self._require_peers, indices)
         self.flat.gradients.open()
         self.scaling.open()
@@ -156,17 +156,17 @@ class Shards:
         if self._is_broken():
             raise PeersLost("a member is gone: this step cannot pass the vote")
 
-    def _backward(self, step: int, shard: int, indices: numpy.ndarray, overlaps: World | None,
+    def _backward(self, step: int, microbatch: int, indices: numpy.ndarray, overlaps: World | None,
                   loss: Any, count: Any) -> None:
-        self.trace.add("forward", self._handed_ns, shard=shard)
-        job, flat, weight = self.job, self.flat, self.job.schedule.shard_weight(step, shard)
+        self.trace.add("forward", self._handed_ns, microbatch=microbatch)
+        job, flat, weight = self.job, self.flat, self.job.schedule.microbatch_weight(step, microbatch)
         loss = require_scalar(loss, job.words)
         flat.gradients.check_parameters()
-        self.losses[shard] = (loss.detach(), indices)
+        self.losses[microbatch] = (loss.detach(), indices)
         flat.gradients.check_untouched()
         self._follow_requires_grad()
         self.scaling.check()
-        is_sum = count is not None  # it is divided when all shards have counted
+        is_sum = count is not None  # it is divided when all micro-batches have counted
         flat.gradients.weigh_rest(1.0 if is_sum else weight)
         before, after = self.state.buffers_before(), named_buffers(job.model)
         if moved := moved_buffers(before, after):
@@ -178,15 +178,15 @@ class Shards:
         self.values.keep(after)
         if overlaps:
             self.reducer.overlap(overlaps)
-        self.trace.mark.enter("backward", f"shard {shard}", indices)
-        with self.trace.span("backward", shard=shard):
+        self.trace.mark.enter("backward", f"micro-batch {microbatch}", indices)
+        with self.trace.span("backward", microbatch=microbatch):
             self.scaling.backward(loss if is_sum else loss * weight)
         flat.gradients.note_left()
         self.values.note(named_buffers(job.model) if after else {})
 
-    def _close(self, step: int, shard: int) -> None:
+    def _close(self, step: int, microbatch: int) -> None:
         try:
-            self.flat.close_shard()
+            self.flat.close_microbatch()
         except GradientsWritten as error:
             if not self.reducer.has_sent():
                 raise
@@ -196,8 +196,8 @@ class Shards:
                 f'reduce="exact". {CLIP}'
             ) from error
         self.values.check(self.state.model_buffers.adopt())
-        is_first = shard == self.job.schedule.first_shard(step)
-        self.moved.keep(f"shard {shard} of step {step}", is_first)
+        is_first = microbatch == self.job.schedule.first_microbatch(step)
+        self.moved.keep(f"micro-batch {microbatch} of step {step}", is_first)
         if is_first:
             self.state.modes.keep()
             if self.state.extra_state.modules:
@@ -209,11 +209,11 @@ class Shards:
         flat, trained = self.flat, self.flat.gradients.trained_now()
         if trained == flat.trained:
             return
-        if flat.shards_run:
+        if flat.microbatches_run:
             names = [name for name, now, was in zip(flat.names, trained, flat.trained, strict=True)
                      if now != was]
             raise RuntimeError(
-                f"requires_grad of {some(names)} differs between two shards of step "
+                f"requires_grad of {some(names)} differs between two micro-batches of step "
                 f"{self.state.committed}, so the gradient would depend on the number of workers. "
                 f"{self._remedy_for_changes()}")
         self.reducer.lay_out(trained)
@@ -231,7 +231,7 @@ class Shards:
                 for name, is_trained in zip(flat.names, flat.trained, strict=True)
                 if is_trained
             ]
-            mine = [trained, flat.tally.names] if flat.shards_run else None
+            mine = [trained, flat.tally.names] if flat.microbatches_run else None
             found = [
                 names for names in map(json.loads, world.gather_texts(json.dumps(mine))) if names
             ]
@@ -239,8 +239,8 @@ class Shards:
                 self.state.committed, self._remedy_for_changes(), *zip(*found, strict=True)))
 
     def share(self, from_first: Callable[[str], str], world: World) -> None:
-        """Give all workers what the step's first shard has left in attributes and extra state, and
-        all shards in buffers. Network, if there is any: one exchange each."""
+        """Give all workers what the step's first micro-batch has left in attributes and extra state, and
+        all micro-batches in buffers. Network, if there is any: one exchange each."""
         mark = self.flat.mark_of_attributes() if world.size > 1 else self.moved.mark
         try:
             self.moved.share(mark if self._is_reduced else NOT_RUN, from_first)
@@ -269,10 +269,10 @@ class Shards:
         raise PeerFailed(f"rank {failed_rank} failed in step {self.state.committed}:\n{text}")
 
     @contextmanager
-    def user_code(self, shard: int = -1) -> Iterator[None]:
+    def user_code(self, microbatch: int = -1) -> Iterator[None]:
         """Keep what the user's code raises for the vote (rule 2). No generator may yield in
         here."""
-        self.number = shard
+        self.number = microbatch
         try:
             yield
             self.number = -1

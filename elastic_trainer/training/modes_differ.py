@@ -41,7 +41,7 @@ def sentence(step: int, evaluating: Sequence[Sequence[str]]) -> str:
         f"the mode (train or eval) of {some(shown)} differs between the workers in step {step}: "
         f"{shown[0] if shown else 'a module'} is in eval mode on rank "
         f"{', '.join(map(str, first[:8]))} alone. So the weights would depend on which worker runs "
-        f"which shard. Call model.train() and model.eval() on every worker alike, and not under "
+        f"which micro-batch. Call model.train() and model.eval() on every worker alike, and not under "
         f"`if trainer.is_first`; or put the mode back before the code behind the inner loop ends.")
 
 
@@ -56,5 +56,5 @@ def on_attributes(step: int, changed: Sequence[Mapping[str, Any]]) -> str:
     return (
         f"the attributes {some(differ)} of the model's modules differ between the workers in step "
         f"{step}: {differ[0]} is {', '.join(held)}. So the weights would depend on which worker "
-        f"runs which shard. Change attributes on every worker alike, and not under "
+        f"runs which micro-batch. Change attributes on every worker alike, and not under "
         f"`if trainer.is_first`, or put them back before the code behind the inner loop ends.")

@@ -1,10 +1,10 @@
-"""What the loop yields to the user's code: a step begins, here is a shard, a step is finished.
+"""What the loop yields to the user's code: a step begins, here is a micro-batch, a step is finished.
 
-shards, warm_up, loop → here → trainer (the iterator), train()
+micro-batches, warm_up, loop → here → trainer (the iterator), train()
 
 What always holds:
 1. The user's code never runs inside the frames of the loop. It runs between two moves.
-2. `Shard.backward` raises what is the user's error. What the loop has to handle (a member is gone,
+2. `Microbatch.backward` raises what is the user's error. What the loop has to handle (a member is gone,
    `.grad` was written to) is kept, and raised inside the loop at the next move.
 """
 
@@ -72,8 +72,8 @@ class Evaluated:
     means: dict[str, Any]
 
 
-class Shard:
-    """One shard in the hands of the user's code: its batch, and where its loss goes."""
+class Microbatch:
+    """One micro-batch in the hands of the user's code: its batch, and where its loss goes."""
 
     def __init__(
         self,
@@ -85,15 +85,15 @@ class Shard:
     ):
         self.name, self.batch, self._backward, self._tally = name, batch, backward, tally
         self.advice = advice
-        """A remedy for a person if the user's code fails on this shard."""
+        """A remedy for a person if the user's code fails on this micro-batch."""
         self.is_trial = False
-        """True for the first shard of the warm-up: it decides which names are logged."""
+        """True for the first micro-batch of the warm-up: it decides which names are logged."""
         self.is_done = False
         self.error: BaseException | None = None
         """What the user's code, or the backward pass, has raised."""
 
     def backward(self, loss: Any, count: Any = None) -> None:
-        """Run the backward pass of this shard. Raises what is the user's error.
+        """Run the backward pass of this micro-batch. Raises what is the user's error.
 
         `loss` is the mean over the samples; with `count` it is the sum over what was counted.
         """
@@ -143,7 +143,7 @@ class Shard:
             add_note(error, self.advice)
 
     def settle(self) -> None:
-        """Raise what was kept, or RuntimeError if the user's code has left the shard out."""
+        """Raise what was kept, or RuntimeError if the user's code has left the micro-batch out."""
         if self.error is not None:
             raise self.error
         if not self.is_done:
@@ -154,4 +154,4 @@ class Shard:
             )
 
 
-Move = Begun | PhaseFinished | Finished | Shard | Portion | Evaluated
+Move = Begun | PhaseFinished | Finished | Microbatch | Portion | Evaluated

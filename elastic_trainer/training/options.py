@@ -40,7 +40,7 @@ class Options:
 
     global_batch: int
     """The number of samples of a step, over all workers."""
-    shards: int = 8
+    microbatches: int = 8
     """The number of parts of a global batch. Workers share the parts, so batch, learning rate and
     result do not depend on the number of workers. BatchNorm computes its statistics over one part,
     so with BatchNorm this number is part of the result."""
@@ -48,7 +48,7 @@ class Options:
     """The number of passes over the dataset; 1 if neither this nor `max_steps` is given. If both
     are given, the earlier end holds."""
     seed: int = 0
-    """Seeds the order of the samples, and the random numbers of each shard."""
+    """Seeds the order of the samples, and the random numbers of each micro-batch."""
     max_steps: int | None = None
     """The number of steps."""
     schedule: Schedule | None = None
@@ -85,15 +85,15 @@ class Options:
     drop_last: bool = False
     """Leave out the samples of an epoch that do not fill a global batch. Otherwise the epoch ends
     with a short batch."""
-    min_shard_samples: int | None = None
-    """The fewest samples of a shard of a short batch: fewer shards then have any. None: 2 for a
+    min_microbatch_samples: int | None = None
+    """The fewest samples of a micro-batch of a short batch: fewer micro-batches then have any. None: 2 for a
     model with BatchNorm, which cannot compute a variance of one sample, else 1."""
     collate: Callable[[list[Any]], Any] = default_collate
     """Makes a batch of a list of samples. The tensors of the batch are moved to the model's device,
     also those in containers, dataclasses, and objects with a method `to(device)`."""
     loader: Loader | None = None
-    """Loader processes: `Loader(workers=4)`. They read the next shards of each worker while it
-    computes. Each sample then has random numbers of its own. None: the worker reads each shard when
+    """Loader processes: `Loader(workers=4)`. They read the next micro-batches of each worker while it
+    computes. Each sample then has random numbers of its own. None: the worker reads each micro-batch when
     it computes it."""
     extras: Mapping[str, Any] | None = None
     """Objects with state_dict and load_state_dict that belong to the state, by name: a moving
@@ -125,7 +125,7 @@ class Options:
     """The number of torch's threads. It is part of the arithmetic, so the same on every worker."""
     on_nan: str = "raise"
     """What a loss that is not finite does. "raise": it ends the run, before the step is applied,
-    with LossNotFinite, which names step, shards and samples. "skip": the step is finished and its
+    with LossNotFinite, which names step, micro-batches and samples. "skip": the step is finished and its
     samples count, but weights, optimizer, scaler and buffers stay as they were. The schedule goes
     on. "continue": the step is applied."""
     buffers: Mapping[str, Rule] | None = None

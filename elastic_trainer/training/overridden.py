@@ -27,7 +27,7 @@ def overridden(options: Options) -> Options:
     if not override.is_given:
         return options
     options = replace(options, store=None, global_batch=options.global_batch * override.scale,
-                      shards=(override.shards or options.shards) * override.scale)
+                      microbatches=(override.microbatches or options.microbatches) * override.scale)
     if override.steps:
         options = replace(options, epochs=None, max_steps=override.steps)
     return options
@@ -37,12 +37,12 @@ def remarks_on_override(override: Override, options: Options) -> list[Remark]:
     """Remark on the numbers that hold instead of the script's."""
     if not override.is_given:
         return []
-    facts = {"steps": override.steps, "shards": options.shards,
+    facts = {"steps": override.steps, "microbatches": options.microbatches,
              "global_batch": options.global_batch}
     length = f"ends after {override.steps} steps, " if override.steps else ""
     return [Remark(
         "job.overridden",
-        f"This run is a measurement: it {length}has shards={options.shards} and "
+        f"This run is a measurement: it {length}has microbatches={options.microbatches} and "
         f"global_batch={options.global_batch}, and leaves the script's store alone "
         f"(ELASTIC_TRAINER_OVERRIDE).", facts)]
 

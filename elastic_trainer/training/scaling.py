@@ -1,6 +1,6 @@
 """The scaler of the loss: for the step's backward pass, and for passes of the user's own beside it.
 
-loss of a shard, step.scale(loss) → here → gradients that are all scaled, or the user's error
+loss of a micro-batch, step.scale(loss) → here → gradients that are all scaled, or the user's error
 
 What always holds:
 1. The step's backward pass scales its loss once. A loss that was scaled already is an error.
@@ -45,7 +45,7 @@ class Scaling:
         self._gradients = gradients
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._scaled = set[int]()
-        """The passes of the shard in hand that began with a scaled loss."""
+        """The passes of the micro-batch in hand that began with a scaled loss."""
         self._seen: dict[int, tuple[torch.Tensor | None, bool]] = {}
         """What passes of the user's own have left, by parameter: the gradient, and whether all of
         it is scaled."""
@@ -72,7 +72,7 @@ class Scaling:
         self._scaled.add(torch._C._current_graph_task_id())
 
     def open(self) -> None:
-        """Begin a shard."""
+        """Begin a micro-batch."""
         self._is_in_step = False
         if self._scaler is None:
             return
@@ -94,7 +94,7 @@ class Scaling:
             and (is_scaled or was is not parameter.grad))
 
     def check(self) -> None:
-        """Raise RuntimeError if passes of the user's own in this shard were not scaled."""
+        """Raise RuntimeError if passes of the user's own in this micro-batch were not scaled."""
         if self._scaler is not None and (odd := list(self._unscaled())):
             raise RuntimeError(UNSCALED.format(names=some(odd), scale=self._scaler.get_scale()))
 

@@ -305,17 +305,17 @@ def remarks_on_effect(has_place: bool, device: str, cpu_threads: int,
     return remarks
 
 
-def remarks_on_workers(size: int, shards: int) -> list[Remark]:
-    """Remark that some workers compute nothing, because each takes whole shards."""
-    if size <= shards:
+def remarks_on_workers(size: int, microbatches: int) -> list[Remark]:
+    """Remark that some workers compute nothing, because each takes whole micro-batches."""
+    if size <= microbatches:
         return []
     return [
         Remark(
             "job.workers_idle",
-            f"the world has {size} workers, but a batch has {shards} shards, so {size - shards} "
-            f"workers compute nothing. Use shards={size} or more (for a new run), or fewer "
+            f"the world has {size} workers, but a batch has {microbatches} micro-batches, so {size - microbatches} "
+            f"workers compute nothing. Use microbatches={size} or more (for a new run), or fewer "
             f"workers.",
-            {"size": size, "shards": shards, "idle": size - shards})
+            {"size": size, "microbatches": microbatches, "idle": size - microbatches})
     ]
 
 
@@ -329,7 +329,7 @@ def remarks_on_sparse(found: Mapping[str, int]) -> list[Remark]:
             "job.gradients_sparse",
             f"the gradients of {some(names)} are sparse, but they are summed and sent densely: "
             f"{size / 1e6:.3g} MB a step, however few rows a batch uses. With sparse=False the "
-            f"steps are the same, and the backward pass is not run apart for each shard.",
+            f"steps are the same, and the backward pass is not run apart for each micro-batch.",
             {"parameters": names, "bytes": size})
     ]
 

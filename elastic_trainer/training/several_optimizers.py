@@ -4,7 +4,7 @@ Trainer(optimizer={"d": …, "g": …}) → here → one set of groups and one s
 compared and sent as those of one optimizer
 
 A step has one phase for each optimizer, in the order of their names in the dict. A phase is a step
-in small: shards → reduce → vote → apply, of this optimizer alone. What always holds:
+in small: micro-batches → reduce → vote → apply, of this optimizer alone. What always holds:
 1. Progress is counted in phases (`LiveState.ticks`), as it is counted in steps with one
    optimizer. So if a generation breaks between two phases, all workers agree on the next phase and
    go on there. No phase is done twice, and no copy of the weights is needed to undo one.

@@ -19,7 +19,7 @@ import torch
 from elastic_trainer.evaluate.metric_states import as_json
 from elastic_trainer.schedule.lengths import ends_interval
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished, Shard
+from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished, Microbatch
 from elastic_trainer.training.worker import Worker
 
 
@@ -35,7 +35,7 @@ class Step:
         self._stage = "begun"  # begun, running, finished, over
         self._done = 0
         """How many phases are done, on every worker."""
-        self._shard: Shard | None = None
+        self._microbatch: Microbatch | None = None
         self._number, self._is_trial = 0, False
         self._take(move, 0)
 
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the step has logged, by name: the sum over all shards and phases by the number of
+        """What the step has logged, by name: the sum over all micro-batches and phases by the number of
         items. Known behind the inner loop, and the same number in every world."""
         loop = self._finished("metrics")
         return Unseen() if self._is_trial else dict(loop.end.metrics)
@@ -84,7 +84,7 @@ class Step:
     # --- the batches ------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batch of each shard of this worker, until the step is finished on every
+        """Yield the batch of each micro-batch of this worker, until the step is finished on every
         worker."""
         if len(self._phases) > 1:
             raise RuntimeError(
@@ -93,7 +93,7 @@ class Step:
         return self.phase(self._phases[0])
 
     def phase(self, name: str) -> Iterator[Any]:
-        """Yield the batch of each shard of this worker, until the optimizer of this name has made
+        """Yield the batch of each micro-batch of this worker, until the optimizer of this name has made
         its step on every worker. All phases of a step have the same samples.
 
         A worker that joins in the middle of a step has no batches in the phases that are done. The
@@ -123,12 +123,12 @@ class Step:
     def _batches(self, phase: int) -> Generator[Any, None, None]:
         while self._stage == "running" and self._done <= phase:
             move = self._draw()
-            if isinstance(move, Shard):
-                self._shard = move
+            if isinstance(move, Microbatch):
+                self._microbatch = move
                 with self._worker.job.precision.batch():
                     yield move.batch
             else:
-                self._shard = None
+                self._microbatch = None
                 self._take(move, phase)
 
     def _take(self, move: Move | None, phase: int) -> None:
@@ -158,11 +158,11 @@ class Step:
 
         `loss` is the mean over its samples, a tensor of one value. With `count`, it is the sum over
         what was counted (tokens, pixels): the gradient is then that of the mean over all that the
-        shards of the step have counted.
+        micro-batches of the step have counted.
         """
-        shard = self._in_hand("backward()")
+        microbatch = self._in_hand("backward()")
         self._worker.job.precision.end_forward()
-        shard.backward(loss, count)
+        microbatch.backward(loss, count)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return a loss as the scaler scales it, for a backward pass of your own beside that of
@@ -175,12 +175,12 @@ class Step:
         """Add sums of the batch in hand to what the step logs: `step.log(acc=(hits, n))`.
 
         Each name has a sum and a number of items. `step.metrics` then has their quotient over all
-        shards. Log the same names for each batch, in all phases. A tensor is read at once, so on a
+        micro-batches. Log the same names for each batch, in all phases. A tensor is read at once, so on a
         GPU this waits for the device.
         """
-        shard = self._in_hand("log()")
+        microbatch = self._in_hand("log()")
         for name, value in sums.items():
-            shard.log(name, value)
+            microbatch.log(name, value)
 
     @property
     def is_finished(self) -> bool:
@@ -190,24 +190,24 @@ class Step:
     @property
     def is_tried(self) -> bool:
         """True while the batch in hand is only tried (the warm-up)."""
-        return self._is_trial and self._shard is not None
+        return self._is_trial and self._microbatch is not None
 
     @property
     def advice(self) -> str:
         """A remedy for a person if the user's code has failed on the batch in hand."""
-        return self._shard.advice if self._shard else ""
+        return self._microbatch.advice if self._microbatch else ""
 
     def give_up(self, error: BaseException) -> None:
         """Leave out the batch in hand: the user's code has raised."""
-        if self._shard:
-            self._shard.fail(error)
+        if self._microbatch:
+            self._microbatch.fail(error)
 
-    def _in_hand(self, what: str) -> Shard:
+    def _in_hand(self, what: str) -> Microbatch:
         self._require_not_over()
-        if self._shard is None:
+        if self._microbatch is None:
             raise RuntimeError(f"{what} was called in step {self._number} without a batch. Call it "
                                f"inside of `for batch in step`.")
-        return self._shard
+        return self._microbatch
 
     # --- what the user's code asks or wants behind the inner loop ---------------------------------
 
@@ -231,7 +231,7 @@ class Step:
         that is only tried (the warm-up) has no effect.
         """
         self._require_not_over()
-        if not (self._is_trial and self._shard):
+        if not (self._is_trial and self._microbatch):
             self._worker.finish(reason)
 
     # --- the end ----------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ model, optimizer, dataset, numbers → here → the user's `for step in trainer`
 
     from elastic_trainer import Trainer
 
-    trainer = Trainer(model, optimizer, dataset, global_batch=256, shards=32, until="10 epochs")
+    trainer = Trainer(model, optimizer, dataset, global_batch=256, microbatches=32, until="10 epochs")
     for step in trainer:                            # a newcomer enters at the current step
-        for batch in step:                          # the shards of this worker, on the device
+        for batch in step:                          # the micro-batches of this worker, on the device
             step.backward(loss_of(model, batch))
         print(step.number, step.epoch, step.loss)   # here the step is finished, on every worker
 
@@ -97,12 +97,12 @@ class Trainer:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
         dataset: Any, *, global_batch: int,
-        shards: int = 8, until: str = "1 epoch", seed: int = 0, lr: Schedule | None = None,
+        microbatches: int = 8, until: str = "1 epoch", seed: int = 0, lr: Schedule | None = None,
         clip_norm: float | None = None, clip_value: float | None = None,
         ema: float | None = None, swa: Swa | None = None, best: KeepBest | None = None,
         precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
         state: Mapping[str, Any] | None = None, order: str | Order = "shuffled",
-        drop_last: bool = False, min_shard_samples: int | None = None,
+        drop_last: bool = False, min_microbatch_samples: int | None = None,
         collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
         checkpoint_every: int | str | None = "auto", keep_last: int = 3, keep_every: int = 0,
         part_bytes: int = PART_BYTES, reduce: str | None = None,
@@ -114,10 +114,10 @@ class Trainer:
     ):
         epochs, max_steps = length_of(until)
         options = overridden(Options(
-            global_batch=global_batch, shards=shards, epochs=epochs, max_steps=max_steps, seed=seed,
+            global_batch=global_batch, microbatches=microbatches, epochs=epochs, max_steps=max_steps, seed=seed,
             schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
             best=best, precision=precision, scaler=scaler, extras=state, order=order,
-            drop_last=drop_last, min_shard_samples=min_shard_samples, collate=collate,
+            drop_last=drop_last, min_microbatch_samples=min_microbatch_samples, collate=collate,
             loader=loader, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
             predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads, on_nan=on_nan,
@@ -195,7 +195,7 @@ class Trainer:
         """Return the means of `fn(model, batch)`, {"accuracy": (hits, n)}, over the dataset: each
         sample once, shared by all workers, the same in every world. A plain number is summed.
 
-        Call it on every worker, behind the inner loop. `batch_size` is by default that of a shard.
+        Call it on every worker, behind the inner loop. `batch_size` is by default that of a micro-batch.
         `metrics` has objects of torchmetrics by name, which `fn` updates. Processes of `loader`
         start at the first call with this dataset, and stay. `decides`: the option `best` follows
         this evaluation.

@@ -1,15 +1,15 @@
-"""The warm-up: a worker tries some shards before it stands ready, and nothing of that remains.
+"""The warm-up: a worker tries some micro-batches before it stands ready, and nothing of that remains.
 
-job → here (one shard twice, another one, the first one again, the smallest shard; with
-torch.compile each size) → how this worker computes, how long a shard takes, its proof
+job → here (one micro-batch twice, another one, the first one again, the smallest micro-batch; with
+torch.compile each size) → how this worker computes, how long a micro-batch takes, its proof
 
 What always holds:
 1. Weights, buffers, gradients and random numbers are afterwards as before. Buffers that the first
    forward pass makes are kept, if a second pass does not change them.
 2. It runs the user's code as a step does. So it finds out whether that code writes to `.grad`, to
    parameters, or to buffers that cannot be kept.
-3. A shard has the same bits when it is computed again, and after another shard. Else a value is
-   carried from one shard to the next, or the loss draws random numbers of its own: that is an
+3. A micro-batch has the same bits when it is computed again, and after another micro-batch. Else a value is
+   carried from one micro-batch to the next, or the loss draws random numbers of its own: that is an
    error. Where the machine itself may give other bits (`may_waver`), only a large difference of the
    loss is one, and the worker reports no result of its arithmetic.
 4. With several optimizers it tries the first phase only (several.py).
@@ -51,7 +51,7 @@ from elastic_trainer.training.attributes_moved import require_same, sizes_of_bat
 from elastic_trainer.training.carried import Tried, another, may_waver, require_same_result
 from elastic_trainer.training.job import Job, has_batch_norm
 from elastic_trainer.training.losses import require_scalar
-from elastic_trainer.training.moves import Shard
+from elastic_trainer.training.moves import Microbatch
 from elastic_trainer.training.proving import Proving
 from elastic_trainer.training.scaling import Scaling
 from elastic_trainer.world.arithmetic import Arithmetic
@@ -64,8 +64,8 @@ for 122 MB on a hypervisor that gives pages one by one."""
 TRIED = "The batch was only tried (the warm-up), before the first step of this worker."
 ONE_VALUE = "Expected more than 1 value per channel"
 """The error of torch's BatchNorm (torch/nn/functional.py, _verify_batch_size)."""
-Trial = Generator[Shard, None, Tried]
-"""Yields a shard; returns what it was."""
+Trial = Generator[Microbatch, None, Tried]
+"""Yields a micro-batch; returns what it was."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Warm:
     """The findings of the warm-up."""
 
     arithmetic: Arithmetic
-    shard_s: float
-    """How long one shard takes."""
+    microbatch_s: float
+    """How long one micro-batch takes."""
 
 
 class WarmUp:
@@ -91,19 +91,19 @@ class WarmUp:
             replica,
         )
         self._left: list[dict[str, Any]] = []
-        """The attributes that the first shard has changed, the first time and again."""
+        """The attributes that the first micro-batch has changed, the first time and again."""
         self.proving = Proving(job, state)
 
-    def run(self, is_exact: bool) -> Generator[Shard, None, Warm]:
-        """Run a shard of the first step, once more, and after another one; and as many samples as
-        the smallest shard has."""
-        job, place = self.job, (0, self.job.schedule.first_shard(0))
+    def run(self, is_exact: bool) -> Generator[Microbatch, None, Warm]:
+        """Run a micro-batch of the first step, once more, and after another one; and as many samples as
+        the smallest micro-batch has."""
+        job, place = self.job, (0, self.job.schedule.first_microbatch(0))
         trained = self.flat.gradients.trained_now()
         self.state.begin()
-        first = job.schedule.shard_samples(*place)
+        first = job.schedule.microbatch_samples(*place)
         advice, programs = self._advice_on_one(len(first)), compiled.programs()
         try:
-            before = yield from self._try_shard(first, place, may_add_buffers=True, advice=advice)
+            before = yield from self._try_microbatch(first, place, may_add_buffers=True, advice=advice)
         except ValueError as error:
             if advice and ONE_VALUE in str(error):
                 raise ConfigError(advice) from error
@@ -113,17 +113,17 @@ class WarmUp:
         if is_laid_out_anew:
             self.reducer.lay_out(self.flat.trained)
         started = time.monotonic()
-        again = yield from self._try_shard(first, place, constant=new)
-        shard_s = time.monotonic() - started  # the first time takes longer
+        again = yield from self._try_microbatch(first, place, constant=new)
+        microbatch_s = time.monotonic() - started  # the first time takes longer
         tried = [again] if new or is_laid_out_anew else [before, again]  # else of other sums
         if other := another(job.schedule, place):
-            yield from self._try_shard(job.schedule.shard_samples(*other), other)
-            tried.append((yield from self._try_shard(first, place)))
+            yield from self._try_microbatch(job.schedule.microbatch_samples(*other), other)
+            tried.append((yield from self._try_microbatch(first, place)))
         require_same_result(tried, may_waver(job.device), job.words)
-        if job.schedule.smallest_shard < len(first):
-            yield from self._try_smallest_shard(first[: job.schedule.smallest_shard])
+        if job.schedule.smallest_microbatch < len(first):
+            yield from self._try_smallest_microbatch(first[: job.schedule.smallest_microbatch])
         if compiled.programs() > programs:
-            yield from self._compile_other_sizes({len(first), job.schedule.smallest_shard})
+            yield from self._compile_other_sizes({len(first), job.schedule.smallest_microbatch})
         self.state.restore()
         self.state.forget()
         job.buffers.require_used(self.state.buffers)
@@ -135,37 +135,37 @@ class WarmUp:
         arithmetic = Arithmetic(program, again.inputs, results.pop() if len(results) == 1 else 0,
                                 probe.facts(job.device), is_exact,
                                 self.proving.proof(again.weights, program))
-        return Warm(arithmetic, shard_s)
+        return Warm(arithmetic, microbatch_s)
 
-    def _try_smallest_shard(self, indices: numpy.ndarray) -> Generator[Shard, None, None]:
-        """Compute as many samples as the smallest shard of the run has. Else a loss that fails on
+    def _try_smallest_microbatch(self, indices: numpy.ndarray) -> Generator[Microbatch, None, None]:
+        """Compute as many samples as the smallest micro-batch of the run has. Else a loss that fails on
         them fails hours later.
 
-        The samples are some that have just passed in a larger shard, so their number is what fails.
+        The samples are some that have just passed in a larger micro-batch, so their number is what fails.
         """
         schedule = self.job.schedule
-        needed = 2 if has_batch_norm(self.job.model) else schedule.global_batch // schedule.shards
+        needed = 2 if has_batch_norm(self.job.model) else schedule.global_batch // schedule.microbatches
         fact, remedy = fact_of(schedule), remedy_for(schedule, needed)
         try:
-            yield from self._try_shard(indices, (0, schedule.first_shard(0)),
+            yield from self._try_microbatch(indices, (0, schedule.first_microbatch(0)),
                                        advice=f"{fact}. {remedy}")
         except Exception as error:
             raise ConfigError(
-                f"{fact}, and on a shard of that size the loss raises {type(error).__name__}: "
+                f"{fact}, and on a micro-batch of that size the loss raises {type(error).__name__}: "
                 f"{str(error).rstrip('.')}. {remedy}"
             ) from error
 
-    def _compile_other_sizes(self, done: set[int]) -> Generator[Shard, None, None]:
-        """Compute shards of the other sizes that the run has: to compile for one takes seconds, for
+    def _compile_other_sizes(self, done: set[int]) -> Generator[Microbatch, None, None]:
+        """Compute micro-batches of the other sizes that the run has: to compile for one takes seconds, for
         which the other workers would wait at the end of a newcomer's first epoch."""
         schedule = self.job.schedule
-        for size in sorted(schedule.shard_sizes - done):
-            larger = next(shard for shard in range(schedule.shards)
-                          if len(schedule.shard_positions(0, shard)) >= size)
-            yield from self._try_shard(schedule.shard_samples(0, larger)[:size], (0, larger))
+        for size in sorted(schedule.microbatch_sizes - done):
+            larger = next(microbatch for microbatch in range(schedule.microbatches)
+                          if len(schedule.microbatch_positions(0, microbatch)) >= size)
+            yield from self._try_microbatch(schedule.microbatch_samples(0, larger)[:size], (0, larger))
 
     def _advice_on_one(self, samples: int) -> str:
-        """Return the remedy if a BatchNorm fails on the first shard, because it is one sample."""
+        """Return the remedy if a BatchNorm fails on the first micro-batch, because it is one sample."""
         job = self.job
         if samples > 1 or not has_batch_norm(job.model):
             return ""
@@ -181,7 +181,7 @@ class WarmUp:
             self.reducer.lay_out(self.flat.trained, self.state.buffers)
         return new
 
-    def _try_shard(
+    def _try_microbatch(
         self,
         indices: numpy.ndarray,
         place: tuple[int, int],
@@ -190,8 +190,8 @@ class WarmUp:
         constant: Sequence[str] = (),
         advice: str = "",
     ) -> Trial:
-        """Run the first samples of a shard, of which nothing remains but a fact of the user's code:
-        whether that writes to `.grad`. `place`: step and shard.
+        """Run the first samples of a micro-batch, of which nothing remains but a fact of the user's code:
+        whether that writes to `.grad`. `place`: step and micro-batch.
 
         Raises ConfigError for buffers that have moved, or are not as `constant` as they should be.
         """
@@ -224,7 +224,7 @@ class WarmUp:
                 f"the buffers {some(changed)} are made in the first forward pass and changed by "
                 f"the second, so their first values would be those of the warm-up. Register them "
                 f"in __init__.")
-        if self.job.schedule.shards > 1 and (
+        if self.job.schedule.microbatches > 1 and (
                 free := [name for name, rule in self.job.buffers.of(before).items() if rule is None
                          and not torch.equal(byte_view(before[name]), byte_view(after[name]))]):
             raise ConfigError(self.job.buffers.refusal(free, self.job.words.behind))
@@ -235,17 +235,17 @@ class WarmUp:
     ) -> Trial:
         flat, job = self.flat, self.job
         # On every worker the same: the results are compared. A buffer that is made now is as the
-        # first shard makes it.
+        # first micro-batch makes it.
         key = place[0], 0, place[1], len(indices)
         # Anew: a loss may take it apart.
-        batch = job.readers.training.batch(job.schedule.shard_seed(*place), key, indices=indices)
-        if place == (0, job.schedule.first_shard(0)) and (
-                len(indices) == len(job.schedule.shard_positions(*place))):
+        batch = job.readers.training.batch(job.schedule.microbatch_seed(*place), key, indices=indices)
+        if place == (0, job.schedule.first_microbatch(0)) and (
+                len(indices) == len(job.schedule.microbatch_positions(*place))):
             self.proving.note_batch(batch, indices.tolist())
         held = self.replica.all_parts()
         weights, inputs = fingerprint(held), fingerprint([held, batch])
         losses: list[torch.Tensor] = []
-        flat.shards_run = 0
+        flat.microbatches_run = 0
         try:
             flat.bind(flat.sums)
             for tensor in flat.sums.values():
@@ -254,24 +254,24 @@ class WarmUp:
                 )  # so that also a `.grad.data.zero_()` is seen, which no version counts
             flat.gradients.open()
             self.scaling.open()
-            shard = Shard(
+            microbatch = Microbatch(
                 "the warm-up",
                 batch,
                 partial(self._backward, check_buffers, losses),
                 flat.tally,
                 f"{TRIED} {advice}".rstrip(),
             )
-            shard.is_trial = not flat.tally.names
-            yield shard
-            shard.settle()
-            flat.close_shard()
+            microbatch.is_trial = not flat.tally.names
+            yield microbatch
+            microbatch.settle()
+            flat.close_microbatch()
             self._check_parameters(held)
             self._check_attributes()
             loss = float(losses[0].detach()) if losses else math.nan
             return Tried(inputs, fingerprint([*losses, *flat.sums.values()]), loss, weights)
         finally:
             self.state.reopen()
-            flat.shards_run = 0
+            flat.microbatches_run = 0
 
     def _backward(
         self, check_buffers: Callable[[], None], losses: list[torch.Tensor], loss: Any, _: Any
@@ -295,7 +295,7 @@ class WarmUp:
         flat.gradients.note_left()
 
     def _check_attributes(self) -> None:
-        """Raise ConfigError if a shard has left other attributes than the first one. A size may
+        """Raise ConfigError if a micro-batch has left other attributes than the first one. A size may
         follow from the batch."""
         attributes, moved = self.state.attributes, self.state.attributes.moved()
         if len(self._left) == 2:
@@ -309,7 +309,7 @@ class WarmUp:
         require_same(self._left[0], moved, "when they were tried one after the other", ConfigError)
 
     def _check_parameters(self, held: Sequence[Part]) -> None:
-        """Raise ConfigError if the shard has changed parameters. A write to `.data` is not seen by
+        """Raise ConfigError if the micro-batch has changed parameters. A write to `.data` is not seen by
         a version."""
         self.state.parameters.check()
         if changed := {name for name, _ in set(held) ^ set(self.replica.all_parts())} & set(
@@ -318,7 +318,7 @@ class WarmUp:
             raise ConfigError(parameters_stay(sorted(changed)))
 
 
-def rehearse(job: Job, warm_up: WarmUp) -> Generator[Shard, None, None]:
+def rehearse(job: Job, warm_up: WarmUp) -> Generator[Microbatch, None, None]:
     """Warm a standby up: nothing remains of it, random numbers included."""
     torch_was, random_was, numpy_was = (
         torch.get_rng_state(),

@@ -57,7 +57,7 @@ from elastic_trainer.training.failures import (
 from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.moves import Begun, Move, Portion, Shard
+from elastic_trainer.training.moves import Begun, Move, Portion, Microbatch
 from elastic_trainer.training.option_names import Words
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.overridden import report_memory
@@ -226,7 +226,7 @@ class Worker:
                 kind,
                 text,
                 self.loop.state.committed,
-                self.loop.shards.number,
+                self.loop.microbatches.number,
                 launch=self.launch,
                 driver=self.driver,
                 events=self.events,
@@ -246,7 +246,7 @@ class Worker:
         # to it.
         with suppress(BaseException):  # it was reported, and the interpreter shows it
             for move in moves:
-                if isinstance(move, (Shard, Portion)):
+                if isinstance(move, (Microbatch, Portion)):
                     move.fail(error)
 
     def evaluate(self, examination: Examination,

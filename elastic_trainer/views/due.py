@@ -18,7 +18,7 @@ from elastic_trainer.views.findings import Findings
 
 LENGTH_KEYS = ("epochs", "max_steps")
 """The keys that may change when a run is resumed: the finished steps do not depend on them."""
-SCHEDULE_KEYS = ("dataset_size", "global_batch", "shards", "seed", *LENGTH_KEYS)
+SCHEDULE_KEYS = ("dataset_size", "global_batch", "microbatches", "seed", *LENGTH_KEYS)
 DIGEST_CHUNK_SAMPLES = 2**20
 DUE_CHUNK_SAMPLES = 2**16
 """The samples of the steps that are computed together. A call for each step took 40 µs a step."""

@@ -83,7 +83,7 @@ def _row(status: Status, now: Now | None, host: str, workers: list[tuple[str, Li
          ranks: dict[str, int]) -> HostRow:
     known = {name: now.workers.get(name) if now else None for name, _ in workers}
     members = [name for name, _ in workers if name in ranks]
-    states = {_state(worker, known[name], ranks.get(name), status.shards)
+    states = {_state(worker, known[name], ranks.get(name), status.microbatches)
               for name, worker in workers} or {"idle"}
     if host in status.noticed or host not in status.listed or any(
             it.drains for it in known.values() if it):
@@ -100,12 +100,12 @@ def _row(status: Status, now: Now | None, host: str, workers: list[tuple[str, Li
         does=slowest.does, what=slowest.what, does_for_s=slowest.does_for_s)
 
 
-def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None, shards: int | None) -> str:
+def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None, microbatches: int | None) -> str:
     """Return the state of a worker. The driver's file may be a second older than the log."""
     state = now.phase if now else ""
     if state not in ("booting", "waiting", "finished"):
         state = "booting" if not worker.is_ready else "standby" if rank is None else "training"
-    return "spare" if state == "training" and shards and rank and rank >= shards else state
+    return "spare" if state == "training" and microbatches and rank and rank >= microbatches else state
 
 
 def columns(status: Status, now: Now | None, prices: Pricing | None) -> list[str]:

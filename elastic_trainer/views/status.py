@@ -59,7 +59,7 @@ class Status:
     """Committed, in the kept history."""
     steps_due: int | None = None
     global_batch: int = 0
-    shards: int | None = None
+    microbatches: int | None = None
     """Of a global batch: more workers of a world than this have none."""
     loss: float | None = None
     speed: tuple[tuple[float, int], ...] = ()
@@ -236,14 +236,14 @@ def _generation_formed(status: Status, event: Event) -> Status:
 
 
 def _job_described(status: Status, event: Event) -> Status:
-    keys = ("dataset_size", "global_batch", "shards", "epochs", "seed", "max_steps")
+    keys = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps")
     try:
         schedule = Schedule(**{key: event[key] for key in keys},
                             drop_last=bool(event.get("drop_last")))
     except ConfigError:
         return status
     return replace(status, steps_due=schedule.steps, global_batch=int(event["global_batch"]),
-                   shards=int(event["shards"]))
+                   microbatches=int(event["microbatches"]))
 
 
 def _generation_started(status: Status, event: Event) -> Status:

@@ -23,8 +23,8 @@ class MachineFault:
     """An exception that the machine of a worker has caused."""
 
     step: int
-    shard: int
-    """-1: not in a shard, but where all workers do the same."""
+    microbatch: int
+    """-1: not in a micro-batch, but where all workers do the same."""
     kind: str
     text: str
     """The traceback."""
@@ -32,7 +32,7 @@ class MachineFault:
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> MachineFault:
         """Read a JSON object."""
-        return MachineFault(step=int(fields["step"]), shard=int(fields["shard"]),
+        return MachineFault(step=int(fields["step"]), microbatch=int(fields["microbatch"]),
                             kind=str(fields["kind"]), text=str(fields["text"]))
 
 
@@ -42,7 +42,7 @@ class At:
 
     phase: str
     what: str
-    """The shard and its samples, the batch, or the bucket; "": none."""
+    """The micro-batch and its samples, the batch, or the bucket; "": none."""
     for_s: float
     """How long the phase has lasted."""
     step: int
@@ -51,7 +51,7 @@ class At:
     usual_s: float
     """How long a step usually takes; 0: not known."""
     own_s: float
-    """How long this worker usually computes, forward and backward, for one shard."""
+    """How long this worker usually computes, forward and backward, for one micro-batch."""
     steps: int
     """The number of steps that its process has done before this one."""
     unsent: tuple[str, ...] = ()

@@ -87,4 +87,4 @@ def advice(is_refused: bool, differ: Mapping[str, Any]) -> str:
     if is_refused:
         return (f"{remedy} To train on both kinds without the promise of the same bits, use "
                 f"--mixed-hardware warn.")
-    return f"{remedy} The weights now depend on which worker computes which shard."
+    return f"{remedy} The weights now depend on which worker computes which micro-batch."

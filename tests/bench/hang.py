@@ -164,7 +164,7 @@ def settle(fleet: Fleet, steps: int = 20) -> None:
 
 def quiet(folder: Path, minutes: float) -> dict[str, Any]:
     """Train undisturbed; return the number of verdicts, and of steps."""
-    command = [*JOB, "--steps", "10000000", "--width", "60000", "--shard-s", "0.05",
+    command = [*JOB, "--steps", "10000000", "--width", "60000", "--microbatch-s", "0.05",
                "--first-s", "20", "--behind-s", "20", "--checkpoint-every", "200"]
     (folder / "lab").mkdir()
     with ExitStack() as stack:

@@ -8,7 +8,7 @@ allocator. The arms take turns. ratio_4 is our step time with `Loader(workers=4)
 ratio_0 the same without loader processes, and peer_ratio the peer's without over the peer's with
 them (medians).
 
-Then 4 workers train with 8 shards, once with and once without loader processes. Workers are killed
+Then 4 workers train with 8 micro-batches, once with and once without loader processes. Workers are killed
 one after the other. refill_s is by how much the median time from a kill to the next finished step
 is longer with them.
 
@@ -58,7 +58,7 @@ def main() -> None:
     recoveries = {}
     for workers in ("0", "4"):
         command = [sys.executable, JOB, "--steps", "1000000", "--workers", workers,
-                   "--global-batch", "32", "--shards", "8"]
+                   "--global-batch", "32", "--microbatches", "8"]
         with tempfile.TemporaryDirectory() as folder:
             recoveries[workers] = after_kills(Path(folder), options.kills, random.Random(0),
                                               command)["seconds"]

@@ -5,8 +5,8 @@
 2 workers train the demo model with a global batch of 32, with one thread each, over Gloo. The
 variants take turns. A ratio is our samples/s over those of DDP (medians over all steps). Our driver
 gives its workers settings of glibc's allocator (elastic_trainer/config.py, ALLOCATOR), which speed
-DDP up, too: the ratios `_same_allocator` are against DDP with these settings. With --shards 2 each
-worker does its half of the batch in one piece, as DDP does. The ratios with 8 shards, as the demo
+DDP up, too: the ratios `_same_allocator` are against DDP with these settings. With --micro-batches 2 each
+worker does its half of the batch in one piece, as DDP does. The ratios with 8 micro-batches, as the demo
 has them for up to 8 workers, are given, too. The demo calls train(). `exact_loop` is `exact` with a
 loop over a Trainer (jobs/gpt_loop.py); ratio_loop_to_train is its samples/s over those of `exact`.
 
@@ -62,8 +62,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
-    arms = ("ddp", "ddp_same_allocator", "ring", "exact", "exact_loop", "ring_8_shards",
-            "exact_8_shards")
+    arms = ("ddp", "ddp_same_allocator", "ring", "exact", "exact_loop", "ring_8_microbatches",
+            "exact_8_microbatches")
     found: dict[str, list[float]] = {arm: [] for arm in arms}
     for _ in range(options.rounds):
         for arm, seconds in found.items():
@@ -71,9 +71,9 @@ def main() -> None:
                 seconds += peer_seconds(ALLOCATOR if arm == "ddp_same_allocator" else {},
                                         "ddp_gpt.py", str(options.steps), str(GLOBAL_BATCH))
             else:
-                shards = "8" if arm.endswith("8_shards") else "2"
-                seconds += step_seconds(WORKERS, arm.partition("_")[0], options.steps, "--shards",
-                                        shards, program=LOOP if arm.endswith("loop") else TRAIN)
+                microbatches = "8" if arm.endswith("8_microbatches") else "2"
+                seconds += step_seconds(WORKERS, arm.partition("_")[0], options.steps, "--microbatches",
+                                        microbatches, program=LOOP if arm.endswith("loop") else TRAIN)
             print(f"{arm}: {GLOBAL_BATCH / statistics.median(seconds):.1f} samples/s so far",
                   flush=True)
     median = {arm: statistics.median(seconds) for arm, seconds in found.items()}

@@ -58,7 +58,7 @@ LOSSES = 100
 """More than a run meets."""
 TRAINER = [sys.executable, "-m", "elastic_trainer"]
 FIELDS = ("time", "event", "attempt", "generation", "size", "step", "samples", "loss", "step_s",
-          "repeated", "reason", "duration_s", "pause_s", "boot_s", "source", "shards",
+          "repeated", "reason", "duration_s", "pause_s", "boot_s", "source", "microbatches",
           "global_batch", "run", "worker", "host", "verdict", "checkpoint_s", "checkpoint_every")
 EVENTS = ("run.started", "attempt.started", "attempt.ended", "job.described",
           "driver.host_removed", "driver.worker_started", "driver.worker_ready",

@@ -3,7 +3,7 @@
     .venv/bin/python tests/bench/schedule.py      (10 to 30 s; the last line is one JSON object)
 
 Ours has a billion samples, the peer 10 million.
-- ours: construct the Schedule, then the samples of all shards of a step in the middle of an epoch
+- ours: construct the Schedule, then the samples of all micro-batches of a step in the middle of an epoch
   (a resize rebuilds nothing), and of its last step
 - peer: horovod.torch.elastic.sampler.ElasticSampler: construct, record half an epoch, one reset(),
   as a resize makes it (0.28.1 makes two), and start to iterate
@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 OURS_SAMPLES, PEER_SAMPLES = 10**9, 10**7
-GLOBAL_BATCH, SHARDS = 4096, 16
+GLOBAL_BATCH, MICROBATCHES = 4096, 16
 
 T = TypeVar("T")
 
@@ -34,12 +34,12 @@ def ours() -> dict[str, float]:
     def construct() -> Schedule:
         return Schedule(dataset_size=OURS_SAMPLES,
                         global_batch=GLOBAL_BATCH,
-                        shards=SHARDS,
+                        microbatches=MICROBATCHES,
                         epochs=2,
                         seed=1)
 
     def samples(step: int) -> int:
-        return sum(schedule.shard_samples(step, shard).size for shard in range(SHARDS))
+        return sum(schedule.microbatch_samples(step, microbatch).size for microbatch in range(MICROBATCHES))
 
     before = status_mb("VmRSS")
     schedule, construct_s = timed(construct)
@@ -51,7 +51,7 @@ def ours() -> dict[str, float]:
     return {
         "s": construct_s + middle_s + last_s,
         "mb": status_mb("VmHWM") - before,
-        "warm_shard_us": warm_s / SHARDS * 1e6,
+        "warm_microbatch_us": warm_s / MICROBATCHES * 1e6,
     }
 
 

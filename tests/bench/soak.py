@@ -43,7 +43,7 @@ MOST, FEWEST = 6, 4
 KINDS = ("kill", "freeze", "leave", "join")
 FOOTPRINT = ("driver_mb", "worker_mb", "open_files", "driver_open_files", "worker_open_files")
 STEP_S = 0.015
-"""How long each of a step's 8 shards takes to read, at least."""
+"""How long each of a step's 8 micro-batches takes to read, at least."""
 SPARE_STEPS = 3000
 """A host that was struck again and again is left alone for up to a minute, and the others train on
 meanwhile."""

@@ -45,9 +45,9 @@ from elastic_trainer.rehearse.trace import listed, read_trace  # noqa: E402
 HOUR_S = 3600.0
 NOTICE_S = 120.0
 STEP_S = 0.15
-"""How long a worker takes to read one of the 8 shards of a batch (the peer: its part of a
+"""How long a worker takes to read one of the 8 micro-batches of a batch (the peer: its part of a
 batch)."""
-SHARDS = 8
+MICROBATCHES = 8
 INTERFACE = "lab0"
 AIM = 0.95
 

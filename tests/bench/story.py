@@ -50,7 +50,7 @@ from elastic_trainer.wire.heartbeat import At  # noqa: E402
 PROGRAM = [sys.executable, "-m", "elastic_trainer"]
 STORMS = {"storm": "rate=60/h,bulk=0.4,notice=0.5,replace=60,hours=0.25,seed=7",
           "zero": "rate=40/h,zero=0.5,notice=0.5,replace=90,hours=0.25,seed=3"}
-IN_FORWARD = At(phase="forward", what="shard 2, 32 samples from 64", for_s=0.5, step=0,
+IN_FORWARD = At(phase="forward", what="micro-batch 2, 32 samples from 64", for_s=0.5, step=0,
                 waits_s=0.0, usual_s=1.0, own_s=0.5, steps=9)
 WATCHED_S = 60.0
 ASKS_S = 0.8

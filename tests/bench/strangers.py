@@ -39,7 +39,7 @@ from cluster import JOB, weights_alone  # noqa: E402
 from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
 
 STEP_S = 0.25
-SHARDS = 8
+MICROBATCHES = 8
 QUIET_S = 30.0
 JOIN_S = 120.0
 STRANGER = "h99"
@@ -64,7 +64,7 @@ def join(lab: Lab, fleet: Fleet, names: list[str], newcomer: str) -> float:
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Attack one run; return what was found."""
     names = [f"h{number + 1}" for number in range(options.hosts)]
-    per_step_s = STEP_S * SHARDS / options.hosts
+    per_step_s = STEP_S * MICROBATCHES / options.hosts
     steps = int((options.seconds + QUIET_S + JOIN_S * options.joins) / per_step_s) + 60
     job = ["--steps", str(steps)]
     (folder / "lab").mkdir()

@@ -2,7 +2,7 @@
 must give its bits.
 
     python tests/jobs/features.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin
-    python tests/jobs/features.py --shards 1 [--plain]              one shard; with --plain a plain
+    python tests/jobs/features.py --micro-batches 1 [--plain]              one micro-batch; with --plain a plain
     PyTorch loop
 
 Zeroed gradients and a backward pass in `loss` (FGSM), layers that are thawed and frozen (in
@@ -45,7 +45,7 @@ from elastic_trainer.state.layout import byte_view  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--shards", type=int, default=8)
+parser.add_argument("--microbatches", type=int, default=8)
 parser.add_argument("--step-s",
                     type=float,
                     default=0.0,
@@ -59,7 +59,7 @@ options = parser.parse_args()
 hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 if injector:
     injector.linger_at_the_end(options.steps, options.step_s)
-SIZE, BATCH, SEED = 971, 64, 3  # the last batch of an epoch has 11 samples, for 8 shards
+SIZE, BATCH, SEED = 971, 64, 3  # the last batch of an epoch has 11 samples, for 8 microbatches
 NOT_A_NUMBER = 500
 PHASE_STEPS = max(1, options.steps // 6)
 
@@ -136,7 +136,7 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "late"):
             self.register_buffer("late", x.detach().abs().mean(0).clamp(min=0.5))
-        # Moves in steps that are means of shards, as BatchNorm's statistics do: nothing here reads
+        # Moves in steps that are means of micro-batches, as BatchNorm's statistics do: nothing here reads
         # them.
         if self.training:
             self.turn = self.turn * torch.polar(torch.ones(()), torch.full((), 0.001))
@@ -206,13 +206,13 @@ def train_plainly() -> None:
     samples = Samples()
     schedule = Schedule(dataset_size=SIZE,
                         global_batch=BATCH,
-                        shards=1,
+                        microbatches=1,
                         epochs=1000,
                         seed=SEED,
                         max_steps=options.steps)
     for step in range(options.steps):
-        batch = collate(samples.__getitems__(schedule.shard_samples(step, 0).tolist()))
-        seed_everything(schedule.shard_seed(step, 0))
+        batch = collate(samples.__getitems__(schedule.microbatch_samples(step, 0).tolist()))
+        seed_everything(schedule.microbatch_seed(step, 0))
         for parameter in model.parameters():
             parameter.grad = None
         norm, scale = copy.deepcopy(model.norm.state_dict()), model.scale.get_extra_state()
@@ -242,7 +242,7 @@ else:
                    Samples(),
                    loss=loss,
                    global_batch=BATCH,
-                   shards=options.shards,
+                   microbatches=options.microbatches,
                    epochs=1000,
                    seed=SEED,
                    max_steps=options.steps,

@@ -3,7 +3,7 @@
 `do-HOST` holds a word: loader (its next read sleeps), lock (its next loss waits for a lock), gil
 (a regular expression keeps the GIL). The file is taken once; loader and lock end when `released`
 is there.
-`slow-HOST`: each shard of this host computes longer, while the file is there. `hurry`: the rest
+`slow-HOST`: each micro-batch of this host computes longer, while the file is there. `hurry`: the rest
 goes as fast as it can.
 """
 
@@ -26,10 +26,10 @@ from elastic_trainer import train  # noqa: E402
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--width", type=int, default=4, help="of the hidden layer: what is sent")
-parser.add_argument("--shard-s", type=float, default=0.02)
+parser.add_argument("--microbatch-s", type=float, default=0.02)
 parser.add_argument("--first-s", type=float, default=0.0, help="as a model that compiles")
 parser.add_argument("--behind-s", type=float, default=0.0, help="h1's code behind 500 steps")
-parser.add_argument("--work", type=int, default=0, help="products of matrices for a shard")
+parser.add_argument("--work", type=int, default=0, help="products of matrices for a microbatch")
 parser.add_argument("--checkpoint-every", type=int, default=50)
 options = parser.parse_args()
 
@@ -96,7 +96,7 @@ def loss(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> to
         square @ square
     if not (FOLDER / "hurry").exists():
         is_slow = (FOLDER / f"slow-{host()}").exists()
-        time.sleep(options.shard_s * (SLOWER if is_slow else 1))
+        time.sleep(options.microbatch_s * (SLOWER if is_slow else 1))
     return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
@@ -118,5 +118,5 @@ square = torch.randn(200, 200)
 model = torch.nn.Sequential(torch.nn.Linear(8, options.width), torch.nn.Linear(options.width, 4))
 result = train(model, torch.optim.SGD(model.parameters(), lr=0.1), Points(), loss=loss,
                after_step=after_step, listeners=[note], max_steps=options.steps, global_batch=32,
-               shards=4, seed=3, checkpoint_every=options.checkpoint_every)
+               microbatches=4, seed=3, checkpoint_every=options.checkpoint_every)
 print("weights", result.weights_sha256)

@@ -35,7 +35,7 @@ accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
 confusion = torchmetrics.ConfusionMatrix(task="multiclass", num_classes=4)
 loss = torchmetrics.MeanMetric()
 trainer = Trainer(
-    model, torch.optim.AdamW(model.parameters(), lr=3e-2), samples, global_batch=32, shards=8,
+    model, torch.optim.AdamW(model.parameters(), lr=3e-2), samples, global_batch=32, microbatches=8,
     seed=3, until="400 steps", lr=cosine(warmup_steps=5, total_steps=400), checkpoint_every=25,
     keep_last=1, best=keep_best("accuracy", mode="max", patience=3),
     listeners=[injector] if injector else [],

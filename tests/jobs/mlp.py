@@ -92,7 +92,7 @@ class Samples(torch.utils.data.Dataset):
         if injector:
             self.reads += 1
             injector("data", {"reads": self.reads, "first": numbers[0]})
-        # Augmentation: must follow the shard's seed, not the worker.
+        # Augmentation: must follow the micro-batch's seed, not the worker.
         noise = 0.01 * torch.randn(len(numbers), 20)
         found = [self.stored(number) for number in numbers]
         return [(point + noise[i], kind) for i, (point, kind) in enumerate(found)]
@@ -166,7 +166,7 @@ def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 loader = None if options.loader is None else Loader(workers=options.loader, timeout_s=5.0)
 held_out = dataset()
 given = {
-    "global_batch": 64, "shards": 8, "seed": 3, "clip_norm": 1.0,
+    "global_batch": 64, "microbatches": 8, "seed": 3, "clip_norm": 1.0,
     "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
     "loader": loader, "reduce": options.reduce, "listeners": [injector] if injector else []
 }

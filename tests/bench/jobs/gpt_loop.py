@@ -19,7 +19,7 @@ model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95),
                               weight_decay=0.1)
 trainer = Trainer(model, optimizer, SourceWindows(standard_library(), model.context),
-                  global_batch=options.global_batch, shards=options.shards,
+                  global_batch=options.global_batch, microbatches=options.microbatches,
                   until=f"{options.steps} steps", seed=options.seed, clip_norm=1.0,
                   lr=cosine(warmup_steps=options.steps // 10, total_steps=options.steps, floor=0.1),
                   checkpoint_every=options.checkpoint_every)

@@ -1,7 +1,7 @@
 """The job of both arms of loader.py: samples that take 20 ms to read, a model of 10 million
 parameters.
 
-    python tests/bench/jobs/slow_data.py --steps N [--workers N] [--shards N]      ours
+    python tests/bench/jobs/slow_data.py --steps N [--workers N] [--micro-batches N]      ours
     MASTER_ADDR=… RANK=0 WORLD_SIZE=2 python tests/bench/jobs/slow_data.py --ddp …  the peer
 
 The peer prints the seconds of each step as one JSON list, on rank 0.
@@ -38,7 +38,7 @@ def train_ours(options: argparse.Namespace) -> None:
     model = build()
     loader = Loader(workers=options.workers) if options.workers else None
     trainer = Trainer(model, torch.optim.Adam(model.parameters(), lr=1e-3), SlowSamples(),
-                      global_batch=options.global_batch, shards=options.shards,
+                      global_batch=options.global_batch, microbatches=options.microbatches,
                       until=f"{options.steps} steps", checkpoint_every=options.checkpoint_every,
                       loader=loader)
     for step in trainer:
@@ -76,7 +76,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, required=True)
 parser.add_argument("--workers", type=int, default=0, help="loader processes of each worker")
 parser.add_argument("--global-batch", type=int, default=16)
-parser.add_argument("--shards", type=int, default=2)
+parser.add_argument("--microbatches", type=int, default=2)
 parser.add_argument("--checkpoint-every", type=int, default=10**9)
 parser.add_argument("--ddp", action="store_true")
 torch.manual_seed(0)

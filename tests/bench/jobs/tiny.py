@@ -22,17 +22,17 @@ import torch._prims.rng_prims  # noqa: E402
 
 from elastic_trainer import train  # noqa: E402
 
-SHARD_S = 0.02
+MICROBATCH_S = 0.02
 
 
 class Samples(torch.utils.data.Dataset):
-    """4096 points; reading some takes SHARD_S, in which the worker is asleep."""
+    """4096 points; reading some takes MICROBATCH_S, in which the worker is asleep."""
 
     def __len__(self) -> int:
         return 4096
 
     def __getitems__(self, numbers: list[int]) -> list[torch.Tensor]:
-        time.sleep(SHARD_S)
+        time.sleep(MICROBATCH_S)
         return [torch.full((8,), float(number % 7)) for number in numbers]
 
 
@@ -43,7 +43,7 @@ train(model,
       torch.optim.SGD(model.parameters(), lr=1e-4),
       Samples(),
       global_batch=64,
-      shards=64,
+      microbatches=64,
       epochs=10**6,
       max_steps=10**6,
       checkpoint_every=10**9,
