@@ -3,9 +3,10 @@
 module → here → checkpoint, newcomer, all workers
 
 What always holds:
-1. There is no arithmetic for extra state, so it has no mean over micro-batches, unlike buffers. Each micro-batch
-   begins with the values of the step's begin. The step ends with the values that its first micro-batch
-   has left, in every world. With one worker and one micro-batch this is what plain PyTorch does.
+1. There is no arithmetic for extra state, so it has no mean over micro-batches, unlike buffers.
+   Each micro-batch begins with the values of the step's begin. The step ends with the values that
+   its first micro-batch has left, in every world. With one worker and one micro-batch this is what
+   plain PyTorch does.
 2. All workers hold these values before the vote. So a worker that rolls the step forward has them.
 3. A model without such modules costs nothing.
 
@@ -69,14 +70,15 @@ class ExtraState:
             self.load(self._before)
 
     def keep(self) -> None:
-        """Keep what the step's first micro-batch has left. Raises TypeError if it cannot be sent."""
+        """Keep what the step's first micro-batch has left. Raises TypeError if it cannot be
+        sent."""
         if self.modules:
             self._after = _copied(self.values())
             pack(self._after)
 
     def share(self, from_first: Callable[[str], str]) -> None:
-        """Give all workers what the first micro-batch has left. `from_first` sends the text of the worker
-        that ran it.
+        """Give all workers what the first micro-batch has left. `from_first` sends the text of the
+        worker that ran it.
 
         Network: one allgather of these values. The text is empty if the micro-batch has failed.
         """

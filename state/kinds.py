@@ -32,7 +32,7 @@ def check_kinds(values: Any) -> None:
         raise LayoutError("the header holds no state")
     found: dict[str, Any] = OPTIONAL | values
     kinds: dict[str, Any] = {
-        "identity": object, "optimizer": dict, "base_rates": (list, tuple),
+        "identity": dict, "optimizer": dict, "base_rates": (list, tuple),
         "rate_used": (int, float), "scheduler": (dict, type(None)), "scaler": (dict, type(None)),
         "loss": (int, float), "last_vote": (list, tuple), "step": int, "samples": int,
         "lineage": int, "phase": int, "clock_ms": int

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from elastic_trainer.renamed import present
 from elastic_trainer.state.extra_state import ExtraState
 from elastic_trainer.state.findings import Findings
 from elastic_trainer.state.kinds import check_kinds
@@ -137,7 +138,7 @@ class LiveState:
         self.attributes.reset()
 
     def reopen(self) -> None:
-        """Put back what a forward pass has changed, before each micro-batch. ModuleAttributes stay."""
+        """Put back what a forward pass has changed, but for ModuleAttributes."""
         self.model_buffers.reset()
         self.modes.reset()
         self.extra_state.reset()
@@ -217,7 +218,7 @@ class LiveState:
 
     def fits(self, values: dict[str, Any]) -> None:
         """Raise LayoutError when values are not of this job, model and optimizer."""
-        if values["identity"] != self.identity:
+        if present(values["identity"]) != self.identity:
             raise LayoutError(f"it is of a job with {values['identity']}, but this job has "
                               f"{self.identity}")
         _require_same_tensors("parameters", values["parameters"], self.parameters.named())

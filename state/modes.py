@@ -5,9 +5,10 @@ model → here → each micro-batch's begin, vote (a checksum), flat buffer, che
 
 What always holds:
 1. All workers begin a step with the same modes. The vote compares a checksum of them.
-2. Each micro-batch starts with the modes of the step's begin. The step ends with the modes that its first
-   micro-batch has left, in every world. What that micro-batch has changed travels with the gradients, so a
-   worker that has run no micro-batch has it too, and so has one that rolls the step forward.
+2. Each micro-batch starts with the modes of the step's begin. The step ends with the modes that its
+   first micro-batch has left, in every world. What that micro-batch has changed travels with the
+   gradients, so a worker that has run no micro-batch has it too, and so has one that rolls the step
+   forward.
 3. The checkpoint of a finished run, or of one that was left behind a step, has the modes with which
    its last step ended, and not those that the user's code behind that step has left. When such a
    run goes on, no worker has run the code before the next inner loop, where model.train() may
@@ -39,8 +40,8 @@ class Modes:
         self._ended: list[bool] = []
         """The modes with which the last step ended."""
         self.changed: list[int] = []
-        """The numbers of the modules whose modes the step's first micro-batch has changed, if this worker
-        has run that micro-batch."""
+        """The numbers of the modules whose modes the step's first micro-batch has changed, if this
+        worker has run that micro-batch."""
 
     def __len__(self) -> int:
         return len(self._last)

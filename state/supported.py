@@ -40,9 +40,9 @@ def parameters_stay(names: Iterable[str]) -> str:
     changed."""
     return (
         f"the loss (or forward, or a hook) has changed the parameters {some(names)} itself. "
-        f"Workers compute different micro-batches, so their weights would differ. The trainer steps the "
-        f"optimizer. Change weights behind the inner loop (with train(): in after_step), and leave "
-        f"max_norm of embeddings out.")
+        "Workers compute different micro-batches, so their weights would differ. The trainer "
+        "steps the optimizer. Change weights behind the inner loop (with train(): in after_step), "
+        "and leave max_norm of embeddings out.")
 
 
 def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:

@@ -66,7 +66,8 @@ STORY = [
 
 
 def test_each_second_of_a_host_is_on_the_account_of_what_it_did() -> None:
-    """A founder, a host that is lost, a newcomer that first waits, and a member without a micro-batch."""
+    """A founder, a host that is lost, a newcomer that first waits, and a member without a
+    micro-batch."""
     result = summarize(STORY)
     assert {name: host["seconds"] for name, host in result["hosts"].items()} == {
         "a": {"booting": 5.0, "useful step": 6.0, "checkpoint pause": 0.2, "idle": 0.8,

@@ -147,8 +147,9 @@ assert not __debug__ or sys.exit("there are asserts")
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-trainer = Trainer(model, torch.optim.AdamW(model.parameters(), 0.1), data, global_batch=8, microbatches=4,
-                  until=sys.argv[1], checkpoint_every=2, part_bytes=64, run_dir="alone")
+trainer = Trainer(model, torch.optim.AdamW(model.parameters(), 0.1), data, global_batch=8,
+                  microbatches=4, until=sys.argv[1], checkpoint_every=2, part_bytes=64,
+                  run_dir="alone")
 store, lost = Path(sys.argv[2]), Path(sys.argv[2] + ".lost")
 for step in trainer:
     for batch in step:

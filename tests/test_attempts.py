@@ -293,7 +293,8 @@ def loss(model, batch):
     raise ValueError("as planned")
 model = torch.nn.Linear(2, 1)
 train(model, torch.optim.SGD(model.parameters(), lr=0.1),
-      torch.utils.data.TensorDataset(torch.ones(8, 2)), loss=loss, global_batch=4, microbatches=2)"""
+      torch.utils.data.TensorDataset(torch.ones(8, 2)), loss=loss, global_batch=4,
+      microbatches=2)"""
 
 
 @pytest.mark.parametrize("has_trained", [False, True])

@@ -146,7 +146,8 @@ def bytes_of(model: Model) -> dict[str, list[int]]:
 def run(kind: str, model: Any = None, until: int = 6, **more: Any) -> dict[str, list[int]]:
     new, rules = made(kind)
     model, rules = model or new, KINDS[kind][1](model) if model else rules
-    trainer = trainer_of(model, buffers=rules, until=f"{until} steps", min_microbatch_samples=2, **more)
+    trainer = trainer_of(model, buffers=rules, until=f"{until} steps", min_microbatch_samples=2,
+                         **more)
     for step in trainer:
         for batch in step:
             step.backward(mse(model, batch))
@@ -162,7 +163,8 @@ def test_one_micro_batch_leaves_the_buffers_of_a_plain_loop(kind: str) -> None:
     optimizer = sgd(plain)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))
+             for microbatch in range(4)])
         seed_everything(SCHEDULE.microbatch_seed(step, 0))
         optimizer.zero_grad()
         mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
@@ -177,8 +179,8 @@ def test_one_micro_batch_leaves_the_buffers_of_a_plain_loop(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_buffers_with_a_rule_are_the_same_in_every_world(
         kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, on each worker, through generations that break in the micro-batches and behind the
-    vote."""
+    """To the bit, on each worker, through generations that break in the micro-batches and behind
+    the vote."""
     alone, models = run(kind), [made(kind)[0] for _ in range(size)]
     points = {0: [("step.voted", 1)], 1: [("step.computed", 3), ("step.voted", 4)]}
     for found in in_a_breaking_world(monkeypatch, size, lambda rank: run(
@@ -225,7 +227,8 @@ def test_a_buffer_without_a_rule_is_refused_when_forward_changes_it(kind: str) -
 
 
 class Later(Model):
-    """Changes a buffer in the third step only, in one micro-batch of it, or in BatchNorm's class."""
+    """Changes a buffer in the third step only, in one micro-batch of it, or in BatchNorm's
+    class."""
 
     def __init__(self, norm: Model | None = None) -> None:
         super().__init__()
@@ -244,8 +247,8 @@ HIDDEN: list[torch.Tensor] = []
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_buffer_that_changes_in_a_later_step_is_an_error_there(
         size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On all workers alike, before the step is applied, also if one micro-batch alone changes it, by a
-    write that no version counts."""
+    """On all workers alike, before the step is applied, also if one micro-batch alone changes it,
+    by a write that no version counts."""
     late = INPUT[torch.from_numpy(SCHEDULE.microbatch_samples(2, 3))]
     HIDDEN[:] = [late]
     models, steps = [torch.nn.Sequential(Later(), built()) for _ in range(size)], list[int]()

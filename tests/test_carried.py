@@ -47,7 +47,8 @@ def mse(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     return ((model(x) - y) ** 2).mean()
 
 
-def train(loss: Loss, *modules: torch.nn.Module, microbatches: int = 4, samples: int = 64) -> Trainer:
+def train(loss: Loss, *modules: torch.nn.Module, microbatches: int = 4,
+          samples: int = 64) -> Trainer:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*modules, torch.nn.Linear(4, 8), torch.nn.Dropout(0.1),
                                 torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))

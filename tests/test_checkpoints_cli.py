@@ -81,7 +81,8 @@ def test_a_checkpoint_names_its_job(
     assert main(["checkpoints", "show", str(tmp_path / "checkpoints")]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["schedule"] == {
-        "dataset_size": 10, "global_batch": 4, "microbatches": 2, "epochs": 3, "seed": 5, "max_steps": 2,
+        "dataset_size": 10, "global_batch": 4, "microbatches": 2, "epochs": 3, "seed": 5,
+        "max_steps": 2,
         "drop_last": False, "min_microbatch_samples": 1, "steps": 2
     }
     assert shown["config"] == {"optimizer": "SGD", "clip_norm": 0.5, "clip_value": None,

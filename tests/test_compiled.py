@@ -193,7 +193,8 @@ NUMBERS = TensorDataset(NOISE, NOISE[:, :, 0, 0])
 
 
 def compiled_run(*before: int) -> str:
-    """Train with inductor, in micro-batches of 16 and 17 samples, after calls with other batches."""
+    """Train with inductor, in micro-batches of 16 and 17 samples, after calls with other
+    batches."""
     torch._dynamo.reset()
     for size in before:
         torch.compile(Conv())(NOISE[:size]).sum().backward()  # type: ignore[operator]
@@ -213,8 +214,8 @@ def compiled_run(*before: int) -> str:
 
 @pytest.mark.usefixtures("no_launcher")
 def test_inductors_bits_do_not_depend_on_the_shapes_that_a_worker_has_seen() -> None:
-    """With dropout and autocast. The warm-up compiles for each size of a micro-batch, so that nobody
-    waits for a newcomer."""
+    """With dropout and autocast. The warm-up compiles for each size of a micro-batch, so that
+    nobody waits for a newcomer."""
     assert compiled_run() == compiled_run(7)
 
 

@@ -68,9 +68,10 @@ def test_each_plain_option_is_known_and_each_object_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("toml", "message"), [
-    ("[training]\nmicrobatch = 8", r"training\.microbatch, which is no option\. Did you mean micro-batches\?"),
-    ("[training]\nmicrobatches = '8'", r"training\.micro-batches = '8'\. Use a whole number\."),
-    ("[training]\nmicrobatches = true", r"training\.micro-batches = True\. Use a whole number\."),
+    ("[training]\nmicrobatch = 8", r"training\.microbatch, which is no option\. Did you mean "
+                                   r"micro-batches\?"),
+    ("[training]\nmicrobatches = '8'", r"training\.microbatches = '8'\. Use a whole number\."),
+    ("[training]\nmicrobatches = true", r"training\.microbatches = True\. Use a whole number\."),
     ("[training]\nloader = 4", r"training\.loader, but this option is an object\. Build it in the"),
     ("[training]\nuntil = '3 weeks'", r"training\.until = '3 weeks'\. Use \"10 epochs\""),
     ("[training]\nuntil = '3 steps'\nepochs = 3", r"one length\. Leave one of them out"),
@@ -260,8 +261,9 @@ WAS = {"training.microbatches": 4, "training.lr": 0.1, "model.width": 8, "traini
     (WAS | {"model.width": 9}, ["training.lr"], "model.width is 8 in the run, but 9 is given. "
      "This would change the bits of the run.* --allow-change model.width, or"),
     (WAS | {"data.path": "x"}, [], r"data.path is '\(not given\)' in the run"),
-    ({}, [], "training.micro-batches is 4 in the run, but 8"),
-    (WAS | {"training.microbatches": 8}, ["training.microbatches"], "micro-batches is 4 .* keeps these values for"),
+    ({}, [], "training.microbatches is 4 in the run, but 8"),
+    (WAS | {"training.microbatches": 8}, ["training.microbatches"], "microbatches is 4 .* keeps "
+                                                                    "these values for"),
     (WAS | {"training.global_batch": 8}, [], "global_batch is .*not given"),
     (WAS | {"run.reduce": "ring"}, ["run.reduce"], "keeps these values"),
 ])

@@ -21,7 +21,7 @@ from torch.utils.data import Subset
 from elastic_trainer import ImageFolder, Loader, Mixture, ParquetFiles, TarShards
 from elastic_trainer.data.batches import fetch
 from elastic_trainer.data.decoders import image_tensor
-from elastic_trainer.data.loader import Reader, MicrobatchRecipe
+from elastic_trainer.data.loader import MicrobatchRecipe, Reader
 from elastic_trainer.schedule.schedule import Schedule
 
 image = pytest.importorskip("PIL.Image")
@@ -197,7 +197,8 @@ def test_an_error_of_a_sample_names_where_it_lies(
     """Among the samples of a micro-batch, here and from a loader process, with its own type and the
     traceback of its origin."""
     samples = dataset(folder)
-    schedule = Schedule(dataset_size=len(samples), global_batch=len(samples), microbatches=1, epochs=1,
+    schedule = Schedule(dataset_size=len(samples), global_batch=len(samples), microbatches=1,
+                        epochs=1,
                         seed=0)
     reader = Reader(samples, list, MicrobatchRecipe(schedule),
                     Loader(workers=workers) if workers else None, torch.device("cpu"))

@@ -135,7 +135,8 @@ def test_digits_split_is_fixed_and_disjoint() -> None:
 
 
 def test_digits_net_reads_batches_of_any_size_and_has_statistics_to_keep() -> None:
-    """A micro-batch may be a single image; BatchNorm's buffers change in training and not in the test."""
+    """A micro-batch may be a single image; BatchNorm's buffers change in training and not in the
+    test."""
     model = digits.digit_net()
     for size in (1, 5):
         assert model(torch.rand(size, 1, 8, 8)).shape == (size, 10)

@@ -74,8 +74,8 @@ def test_the_weights_are_plain_pytorchs_when_a_forward_pass_changes_extra_state(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 def test_extra_state_is_the_same_when_more_workers_share_the_steps(size: int) -> None:
-    """On all of them, also where none of the micro-batches is mine: what the step's first micro-batch has
-    left."""
+    """On all of them, also where none of the microbatches is mine: what the step's first
+    micro-batch has left."""
     alone = trained(scaled())
     assert kept(alone.model)[1] == 6  # one pass a step, however many microbatches
     for result in in_a_world(size, lambda rank: job(scaled())):
@@ -85,7 +85,8 @@ def test_extra_state_is_the_same_when_more_workers_share_the_steps(size: int) ->
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> None:
-    """Also where the first micro-batch itself raises; the others are not left waiting for its values."""
+    """Also where the first micro-batch itself raises; the others are not left waiting for its
+    values."""
     bad = int(test_loop.SCHEDULE.microbatch_samples(1, 0)[0])
     models = [scaled() for _ in range(size)]
 

@@ -37,7 +37,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, s
 def test_the_bits_are_plain_pytorchs_when_one_worker_does_each_batch_as_one_microbatch(
         alone: Callable[..., dict[str, str]]) -> None:
     """No engine of ours is in the plain loop."""
-    assert alone("--microbatches", "1")["parameters"] == alone("--microbatches", "1", "--plain")["parameters"]
+    assert alone("--microbatches", "1")["parameters"] == alone("--microbatches", "1",
+                                                               "--plain")["parameters"]
 
 
 def test_no_bit_is_another_in_a_world_of_another_size(tmp_path: Path,

@@ -1,7 +1,7 @@
 """Which gradient a step has, whatever the user's code does with `.grad` and `requires_grad`.
 
-The yardstick is `plain`: each micro-batch's gradient as plain PyTorch leaves it in `.grad`, weighted and
-added by hand.
+The yardstick is `plain`: each micro-batch's gradient as plain PyTorch leaves it in `.grad`,
+weighted and added by hand.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def plain(model: Model,
           *,
           microbatches: int = NUMBERS["microbatches"],
           after_step: Callable[[int], None] = lambda step: None) -> Model:
-    """Train in plain PyTorch, micro-batch after micro-batch; a step's gradient is the weighted sum of theirs,
-    None where all are."""
+    """Train in plain PyTorch, micro-batch after micro-batch; a step's gradient is the weighted sum
+    of theirs, None where all are."""
     schedule = Schedule(dataset_size=SIZE, **(NUMBERS | {"microbatches": microbatches}))
     for step in range(schedule.steps):
         totals: dict[torch.nn.Parameter, torch.Tensor] = {}
@@ -88,8 +88,8 @@ def everywhere(make: Callable[[], dict[str, Any]], reduce: str = "exact") -> Mod
     """Train alone and in worlds of several sizes, and return the model; under `exact` the bits are
     the same in all.
 
-    Under `ring` they are the same on all workers of a world. Six workers share four micro-batches: two
-    have none.
+    Under `ring` they are the same on all workers of a world. Six workers share four micro-batches:
+    two have none.
     """
     results: list[list[Result]] = []
     for size in (1, 2, 3, 4, 6):
@@ -125,7 +125,8 @@ ZEROED: dict[str, Callable[[Model], None]] = {
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("way", ZEROED)
 def test_no_bit_is_another_when_loss_zeroes_the_gradients(way: str, reduce: str) -> None:
-    """Many do so by habit; the micro-batches that this worker did before keep their part of the sum."""
+    """Many do so by habit; the micro-batches that this worker did before keep their part of the
+    sum."""
     def loss(model: Model, batch: Any) -> torch.Tensor:
         ZEROED[way](model)
         return mse(model, batch)
@@ -221,7 +222,8 @@ def replace(parameter: torch.nn.Parameter) -> None:
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("act", [clamp, replace])
-def test_a_hook_sees_the_gradient_of_one_microbatch_when_it_changes_it(act: Any, reduce: str) -> None:
+def test_a_hook_sees_the_gradient_of_one_microbatch_when_it_changes_it(act: Any,
+                                                                       reduce: str) -> None:
     """And not the sum of several, which other worlds would cut in other places."""
     model = everywhere(lambda: job_of(with_hooks(act)), reduce)
     alone, reference = with_hooks(act), with_hooks(act)
@@ -293,8 +295,8 @@ class Branching(Model):
     "optimizer", [adamw, lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)])
 def test_weight_decay_and_momentum_rest_when_no_microbatch_has_used_a_parameter(
         optimizer: Any, reduce: str) -> None:
-    """Its gradient is None then, as in plain PyTorch; a gradient of some micro-batches only is their
-    sum."""
+    """Its gradient is None then, as in plain PyTorch; a gradient of some micro-batches only is
+    their sum."""
     model, reference = everywhere(lambda: job_of(Branching(), optimizer), reduce), Branching()
     assert_close(model, plain(reference, optimizer(reference), mse))
     assert isinstance(model, Branching)
@@ -475,12 +477,13 @@ def test_two_microbatches_of_a_step_that_train_different_parameters_are_an_error
 
     def loss(model: Any, batch: Any) -> torch.Tensor:
         calls[0] += 1
-        model[0].requires_grad_(calls[0] < 7)  # four micro-batches of the warm-up, and two of step 0
+        model[0].requires_grad_(calls[0] < 7)  # four of the warm-up, and two of step 0
         return mse(model, batch)
 
     with pytest.raises(
             RuntimeError,
-            match=r"requires_grad of 0\.weight, 0\.bias differs between two micro-batches of step 0"):
+            match=r"requires_grad of 0\.weight, 0\.bias differs between two micro-batches of "
+                  r"step 0"):
         trained(built(), loss=loss)
 
 

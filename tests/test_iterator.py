@@ -154,8 +154,8 @@ def test_a_wish_to_stop_is_forgotten_when_the_run_goes_back(
 
 
 def test_the_clock_of_the_intervals_counts_all_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches, vote, apply, and the code behind the inner loop. A ballot has the time at which it
-    was made: 20 s after the start in step 0, and each step takes 40 s."""
+    """Micro-batches, vote, apply, and the code behind the inner loop. A ballot has the time at
+    which it was made: 20 s after the start in step 0, and each step takes 40 s."""
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
     monkeypatch.setattr("elastic_trainer.training.after_step.time", clock)
@@ -280,7 +280,8 @@ def test_a_successor_sees_what_the_step_in_flight_has_found(
      r"step.backward\(\) got str. Use the mean"),
     (lambda step, loss: None, RuntimeError, r"not called in micro-batch 0 of step 0 \(phase g\)"),
     (lambda step, loss: (step.log(acc=(1, 1)), step.backward(loss)), RuntimeError,
-     r"acc was logged in micro-batch 0 of step 0 \(phase g\), but the first batch logged nothing.*phase"),
+     r"acc was logged in micro-batch 0 of step 0 \(phase g\), but the first batch logged "
+     r"nothing.*phase"),
 ])
 def test_an_error_of_the_second_phase_ends_the_run_in_its_first_step(
         misuse: Callable[[Any, Any], Any], error: type[Exception], told: str) -> None:
@@ -316,7 +317,8 @@ def test_sums_are_those_of_all_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     two = Schedule(dataset_size=SIZE, global_batch=8, microbatches=2, epochs=2, seed=3,
                    min_microbatch_samples=2)
     for number, metrics, losses in alone:
-        mine = INPUT[[i for microbatch in range(2) for i in two.microbatch_samples(number, microbatch)]]
+        mine = INPUT[[i for microbatch in range(2)
+                      for i in two.microbatch_samples(number, microbatch)]]
         assert metrics == {"both": pytest.approx(-float(mine.sum()) / len(mine), rel=1e-5),
                            "d": pytest.approx(2 / len(mine)), "g": pytest.approx(4 / len(mine))}
         assert sorted(losses) == ["d", "g"]
@@ -420,7 +422,8 @@ def test_other_schedulers_are_refused_when_the_run_goes_on(run_dir: Path) -> Non
         model = Pair()
         made = optimizers(model)
         adversarial(model, trainer_of(
-            model, made, microbatches=2, lr={name: of(made[name]) for name, of in schedulers.items()},
+            model, made, microbatches=2,
+            lr={name: of(made[name]) for name, of in schedulers.items()},
             until=f"{until} steps", checkpoint_every=1, listeners=[ears]))
 
     run(2, Ears(), d=lambda one: StepLR(one, 2))

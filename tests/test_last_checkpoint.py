@@ -210,8 +210,8 @@ from elastic_trainer import Trainer
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), data, global_batch=8, microbatches=4,
-                  until="6 steps", checkpoint_every=0, store=sys.argv[1])
+trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), data, global_batch=8,
+                  microbatches=4, until="6 steps", checkpoint_every=0, store=sys.argv[1])
 for step in trainer:
     for batch in step:
         step.backward(torch.nn.functional.mse_loss(model(batch[0]), batch[1]))

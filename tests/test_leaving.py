@@ -45,7 +45,8 @@ def test_the_line_on_stderr_names_the_checkpoint_when_the_loop_is_left(
         assert f"left by break or return after {after} of 6 steps, so the run is not" in shown
         assert f"checkpoint of step {after}. To finish" in shown and "step.stop" in shown
     model = built()
-    assert loop(trainer_of(model), model) == trained(built(), run_dir=None, microbatches=4).weights_sha256
+    assert loop(trainer_of(model), model) == trained(built(), run_dir=None,
+                                                     microbatches=4).weights_sha256
 
 
 def test_an_exception_of_the_body_goes_where_it_always_goes() -> None:
@@ -218,13 +219,14 @@ def test_a_loop_in_a_thread_is_refused_where_a_host_announces_its_end_by_a_signa
 @pytest.mark.parametrize(("inside", "microbatch"), [(True, 2), (False, -1)])
 def test_a_fault_of_the_machine_names_the_microbatch_in_hand(inside: bool, microbatch: int,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """The body raises it in step 1, in the third micro-batch or behind the inner loop. The driver blames
-    the user's code if the same micro-batch fails on another host."""
+    """The body raises it in step 1, in the third micro-batch or behind the inner loop. The driver
+    blames the user's code if the same micro-batch fails on another host."""
     blamed = list[tuple[Any, ...]]()
     monkeypatch.setattr("elastic_trainer.training.loop.fault_of_machine",
                         lambda error, *_: "EIO" * isinstance(error, OSError))
     monkeypatch.setattr("elastic_trainer.training.worker.leave_as_dead",
-                        lambda kind, text, step, microbatch, **_: blamed.append((kind, step, microbatch)))
+                        lambda kind, text, step, microbatch,
+                        **_: blamed.append((kind, step, microbatch)))
     model, seen = built(), list[int]()
     trainer = trainer_of(model)
     with pytest.raises(OSError) as raised:

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import default_collate, get_worker_info
 
 from elastic_trainer import ConfigError, Loader
-from elastic_trainer.data.loader import Reader, MicrobatchRecipe, keys_after
+from elastic_trainer.data.loader import MicrobatchRecipe, Reader, keys_after
 from elastic_trainer.data.loader_pool import LoaderKilled
 from elastic_trainer.data.transport import packed, unpacked
 from elastic_trainer.schedule.schedule import Schedule

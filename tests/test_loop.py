@@ -28,7 +28,7 @@ from simulated import Hub, Member
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
-from elastic_trainer.data.loader import Reader, Readers, MicrobatchRecipe
+from elastic_trainer.data.loader import MicrobatchRecipe, Reader, Readers
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.events.log import Events, read_events
 from elastic_trainer.events.summary import summarize
@@ -104,7 +104,8 @@ def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = Non
     """Train in plain PyTorch, one big batch a step."""
     base = optimizer.param_groups[0]["lr"]
     for step in range(SCHEDULE.steps):
-        batch = [SCHEDULE.microbatch_samples(step, microbatch) for microbatch in range(SCHEDULE.microbatches)]
+        batch = [SCHEDULE.microbatch_samples(step, microbatch)
+                 for microbatch in range(SCHEDULE.microbatches)]
         chosen = torch.from_numpy(numpy.concatenate(batch))
         optimizer.zero_grad()
         mse(model, [INPUT[chosen], TARGET[chosen]]).backward()
@@ -143,8 +144,8 @@ class Ears:
 @pytest.mark.parametrize("microbatches", [1, 3, 4, 8])
 def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_microbatches(reduce: str,
                                                                     microbatches: int) -> None:
-    """Also the short last one of an epoch, where micro-batches are unequal or empty: every sample weighs
-    the same."""
+    """Also the short last one of an epoch, where micro-batches are unequal or empty: every sample
+    weighs the same."""
     model, reference = built(), built()
     result = trained(model, microbatches=microbatches, reduce=reduce)
     assert_close(model, by_hand(reference, sgd(reference)))
@@ -163,7 +164,8 @@ def test_the_steps_are_plain_pytorchs_when_clip_and_rate_are_given(optimizer: Ca
                                                                                        Optimizer],
                                                                    clip_norm: float | None,
                                                                    rate: Any) -> None:
-    """The norm is that of the whole gradient, and the rate follows the step, not the micro-batches."""
+    """The norm is that of the whole gradient, and the rate follows the step, not the
+    micro-batches."""
     model, reference, ears = built(), built(), Ears()
     used = optimizer(model)
     base = used.param_groups[0]["lr"]
@@ -200,9 +202,9 @@ def test_nothing_is_written_when_there_is_no_run_folder(tmp_path: Path,
 
 # --- kinds of models ------------------------------------------------------------------------------
 
-def test_running_statistics_are_the_mean_over_the_microbatches_when_a_model_has_batch_norm() -> None:
-    """Each micro-batch starts from the step's first values; the step's last are their mean, and it counts
-    as one batch."""
+def test_running_statistics_are_the_mean_over_microbatches_when_a_model_has_batch_norm() -> None:
+    """Each micro-batch starts from the step's first values; the step's last are their mean, and it
+    counts as one batch."""
     norm, reference = (torch.nn.BatchNorm1d(5, affine=False) for _ in range(2))
     trained(torch.nn.Sequential(norm, built()), max_steps=2)
     for step in range(2):
@@ -232,8 +234,8 @@ def test_running_statistics_of_sync_batch_norm_are_those_of_batch_norm() -> None
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_an_epoch_ends_as_it_began_when_batch_norm_meets_a_short_last_batch(size: int) -> None:
-    """Its 6 samples are 3 micro-batches of 2, not 1, 2, 1, 2: BatchNorm raises on one. The same bits for
-    every world."""
+    """Its 6 samples are 3 micro-batches of 2, not 1, 2, 1, 2: BatchNorm raises on one. The same
+    bits for every world."""
     alone = trained(built(torch.nn.BatchNorm1d(8)))
     schedule = Schedule(dataset_size=SIZE, **NUMBERS, min_microbatch_samples=2)
     assert alone.steps == schedule.steps
@@ -259,15 +261,17 @@ def test_a_smallest_microbatch_that_cannot_be_computed_is_refused_at_the_start()
 
 
 def test_a_microbatch_of_one_sample_stays_when_no_module_needs_more(run_dir: Path) -> None:
-    """The rule is the job's: without BatchNorm, or where full micro-batches have one sample, it is what it
-    was."""
+    """The rule is the job's: without BatchNorm, or where full micro-batches have one sample, it is
+    what it was."""
     plain, other = (describe(job(built(), schedule=schedule))["schedule"]["min_microbatch_samples"]
                     for schedule in (SCHEDULE,
-                                     Schedule(dataset_size=SIZE, **NUMBERS, min_microbatch_samples=2)))
+                                     Schedule(dataset_size=SIZE, **NUMBERS,
+                                              min_microbatch_samples=2)))
     assert (plain, other) == (1, 2)
     norm = torch.nn.BatchNorm2d(3)
     assert [
-        fewest_samples(model, 8, microbatches) for model, microbatches in ((built(), 4), (norm, 4), (norm, 8))
+        fewest_samples(model, 8, microbatches) for model,
+        microbatches in ((built(), 4), (norm, 4), (norm, 8))
     ] == [1, 2, 1]
     assert trained(built(), max_steps=2).steps == 2
     with pytest.raises(LayoutError, match="min_microbatch_samples"):
@@ -355,8 +359,8 @@ class Centred(Model):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_no_bit_is_another_when_a_buffer_is_replaced_and_not_changed_in_place(size: int) -> None:
-    """Neither the warm-up's nor another micro-batch's values remain, whoever has no micro-batch has the same in
-    the end."""
+    """Neither the warm-up's nor another micro-batch's values remain, whoever has no micro-batch has
+    the same in the end."""
     in_place = trained(built(Centred(False)), buffers={"*": "mean"})
     models = [built(Centred(True)) for _ in range(size)]
     results = in_a_world(size, lambda rank: job(models[rank], rules={"*": "mean"}))
@@ -566,8 +570,8 @@ def draws() -> tuple[float, ...]:
 
 
 def test_a_microbatches_draws_follow_from_its_number_when_anything_was_drawn_before() -> None:
-    """Who runs it, when, and after what makes no difference: the seed is that of step and micro-batch
-    (torch, random, numpy)."""
+    """Who runs it, when, and after what makes no difference: the seed is that of step and
+    micro-batch (torch, random, numpy)."""
     drawn: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
 
     def loss(model: Model, batch: Any) -> torch.Tensor:
@@ -580,7 +584,8 @@ def test_a_microbatches_draws_follow_from_its_number_when_anything_was_drawn_bef
     for step in range(3):
         for microbatch in range(SCHEDULE.microbatches):
             seed_everything(SCHEDULE.microbatch_seed(step, microbatch))
-            expected.append((tuple(SCHEDULE.microbatch_samples(step, microbatch).tolist()), draws()))
+            expected.append((tuple(SCHEDULE.microbatch_samples(step, microbatch).tolist()),
+                             draws()))
     assert drawn[-len(expected):] == expected
     assert len({numbers for _, numbers in expected}) == len(expected)
 
@@ -675,7 +680,8 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 6])
 def test_the_weights_are_the_same_when_more_workers_share_the_steps(size: int) -> None:
-    """Bit for bit those of one process, on every worker, also when some have no micro-batch to run."""
+    """Bit for bit those of one process, on every worker, also when some have no micro-batch to
+    run."""
     alone = trained(built(torch.nn.LayerNorm(8)))
     for result in in_a_world(size, lambda rank: job(built(torch.nn.LayerNorm(8)))):
         assert (result.weights_sha256, result.loss, result.samples) == (alone.weights_sha256,
@@ -717,8 +723,8 @@ def checkpointed() -> Model:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_several_times(
         size: int) -> None:
-    """Two micro-batches then share no buffer: its sum would have the order of the passes, not that of the
-    tree."""
+    """Two micro-batches then share no buffer: its sum would have the order of the passes, not that
+    of the tree."""
     def loud(model: Model, batch: Any) -> torch.Tensor:
         # So that the step is not lost in the rounding of the weights.
         return 1e3 * mse(model, batch)
@@ -791,8 +797,8 @@ def test_no_worker_applies_a_step_when_one_workers_weights_differ(size: int) -> 
     ({"reduce": "mean"}, "reduce is 'mean'"),
     ({"global_batch": 0}, "global_batch is 0"),
     ({"global_batch": 8.5}, "global_batch is 8.5"),
-    ({"microbatches": 9}, "micro-batches is 9"),
-    ({"microbatches": 0}, "micro-batches is 0"),
+    ({"microbatches": 9}, "microbatches is 9"),
+    ({"microbatches": 0}, "microbatches is 0"),
     ({"epochs": 0}, "epochs is 0"),
     ({"seed": -1}, "seed is -1"),
     ({"max_steps": 0}, "max_steps is 0"),

@@ -65,17 +65,19 @@ def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 def test_the_run_ends_before_the_step_is_applied_when_its_loss_is_nan(reduce: str) -> None:
-    """With step, micro-batch and samples in the error and in an event; weights and buffers are the last
-    finished step's."""
+    """With step, micro-batch and samples in the error and in an event; weights and buffers are the
+    last finished step's."""
     spoiled, reference, ears = model(), model(), Ears()
-    named = rf"the loss of step 1 is nan.* micro-batch 2 \(samples {MICROBATCH[0]}, {MICROBATCH[1]}\).*skip"
+    named = (r"the loss of step 1 is nan.* micro-batch 2 "
+             rf"\(samples {MICROBATCH[0]}, {MICROBATCH[1]}\).*skip")
     with pytest.raises(LossNotFinite, match=named):
         trained(spoiled, dataset=DATA, reduce=reduce, listeners=[ears])
     trained(reference, dataset=DATA, reduce=reduce, max_steps=1)
     assert all(torch.equal(a, b) for a, b in
                zip(spoiled.state_dict().values(), reference.state_dict().values(), strict=True))
     (said,) = ears.facts("worker.loss_not_finite")
-    assert (said["step"], said["microbatches"], said["samples"], said["on_nan"]) == (1, [2], [MICROBATCH],
+    assert (said["step"], said["microbatches"], said["samples"],
+            said["on_nan"]) == (1, [2], [MICROBATCH],
                                                                                "raise")
     assert [facts["step"] for facts in ears.facts("worker.step_committed")] == [0]
 

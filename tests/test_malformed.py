@@ -384,7 +384,8 @@ def test_a_valid_message_is_accepted() -> None:
         {"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0}) == ""
     assert flaw_of_message(
         MESSAGE
-        | {"machine": {"step": -1, "microbatch": -1, "kind": "EIO", "text": "…"}, "error": ""}) == ""
+        | {"machine": {"step": -1, "microbatch": -1, "kind": "EIO", "text": "…"},
+           "error": ""}) == ""
     assert flaw_of_message({"worker": "a/0/1", "courier": "x", "number": 1, "line": "{}"}) == ""
 
 
@@ -541,6 +542,7 @@ def test_the_largest_honest_values_are_no_flaw() -> None:
         "seed": 2**64 - 1, "epochs": None, "max_steps": None, "reduce": "exact", "drop_last": False
     }
     assert flaw(job) == ""
-    schedule = Schedule(dataset_size=MAX_DATASET_SIZE, global_batch=2**16, microbatches=1, seed=2**64 - 1)
+    schedule = Schedule(dataset_size=MAX_DATASET_SIZE, global_batch=2**16, microbatches=1,
+                        seed=2**64 - 1)
     digest = schedule.batch_digests(range(1))[0]
     assert flaw(COMMITTED | {"loss": float("nan"), "digest": digest * 2**6, "step_s": 0.0}) == ""

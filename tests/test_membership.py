@@ -177,7 +177,8 @@ def test_the_attempt_is_interrupted_when_the_users_loop_was_left() -> None:
 
 
 def machine(step: int = 12, microbatch: int = 5) -> MachineFault:
-    return MachineFault(step=step, microbatch=microbatch, kind="EIO", text=f"OSError in {microbatch}")
+    return MachineFault(step=step, microbatch=microbatch, kind="EIO", text="OSError in "
+                                                                           f"{microbatch}")
 
 
 def test_a_machine_that_fails_costs_its_worker_and_its_host_waits() -> None:
@@ -263,7 +264,8 @@ def test_a_run_ends_when_no_worker_that_might_hold_the_state_holds_it() -> None:
     (machine(microbatch=-1), "abcd", False)])
 def test_the_same_microbatch_of_the_same_step_on_another_host_is_the_users_error(
         second: MachineFault, hosts: str, ends: bool) -> None:
-    """Both tracebacks are shown. Another micro-batch, or another step, is another machine's fault."""
+    """Both tracebacks are shown. Another micro-batch, or another step, is another machine's
+    fault."""
     f = fleet(hosts)
     f.run()
     for host, fault in (("b", machine()), ("c", second)):

@@ -44,8 +44,9 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_stay_when_the_backward_pass_of_a_batch_is_done(
         change: str, isolates: bool, reduce: str, dtype: torch.dtype) -> None:
-    """A batch is a micro-batch: its clipped gradient would be a part of the step's. Also where the loss
-    has a backward pass of its own, so that each micro-batch has gradients of its own, and in 16 bits."""
+    """A batch is a micro-batch: its clipped gradient would be a part of the step's. Also where the
+    loss has a backward pass of its own, so that each micro-batch has gradients of its own, and in
+    16 bits."""
     model = built().to(dtype)
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match="changed .grad behind the backward pass.*clip_norm=…"):
@@ -129,7 +130,8 @@ def test_a_dataset_without_numbered_samples_is_refused_at_the_start(dataset: Any
         trainer_of(built(), dataset=dataset)
 
 
-# --- micro-batches of one sample -------------------------------------------------------------------------
+# --- micro-batches of one sample
+# -------------------------------------------------------------------------
 
 def test_a_batch_norm_names_the_numbers_that_work_when_microbatches_have_one_sample(
         capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,8 +143,8 @@ def test_a_batch_norm_names_the_numbers_that_work_when_microbatches_have_one_sam
     model = normed()
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         loop(trainer_of(model, microbatches=8), model)
-    told = ("global_batch 8 in 8 micro-batches gives micro-batches of 1 sample, and a BatchNorm raises on one "
-            "value per channel. Use microbatches=4 or global_batch=16.")
+    told = ("global_batch 8 in 8 micro-batches gives micro-batches of 1 sample, and a BatchNorm "
+            "raises on one value per channel. Use microbatches=4 or global_batch=16.")
     assert told in capsys.readouterr().err
     with pytest.raises(ConfigError, match=told):
         trained(normed(), microbatches=8)
@@ -154,7 +156,8 @@ def test_a_batch_norm_names_the_numbers_that_work_when_microbatches_have_one_sam
 @pytest.mark.parametrize(("numbers", "remedy"), [
     ((17, 8, 4, 2), "Use drop_last=True or global_batch=9."),
     ((21, 8, 4, 1), "Use drop_last=True, microbatches=2 or global_batch=11."),
-    ((22, 8, 4, 1), "Use drop_last=True, min_microbatch_samples=2, microbatches=3 or global_batch=11."),
+    ((22, 8, 4, 1), "Use drop_last=True, min_microbatch_samples=2, microbatches=3 or "
+                    "global_batch=11."),
     ((5, 8, 8, 1), "Use microbatches=3 or global_batch=17."),
     ((1, 8, 4, 1), "Use another dataset."),
 ])

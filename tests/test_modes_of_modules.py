@@ -64,16 +64,18 @@ def test_modules_whose_modes_differ_are_named_with_the_workers() -> None:
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_modes_that_the_inner_loop_sets_are_those_of_every_worker(
         size: int, reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of one that has no micro-batch, and of one that rolls a step forward. The micro-batches leave other
-    modes, and those of the first one hold. The same in every world."""
+    """Also of one that has no micro-batch, and of one that rolls a step forward. The micro-batches
+    leave other modes, and those of the first one hold. The same in every world."""
     def run(model: Any, *listeners: Any) -> tuple[str, list[list[bool]]]:
         trainer = trainer_of(model, listeners=listeners, reduce=reduce)
         seen = list[list[bool]]()
         for step in trainer:
             for batch in step:
                 step.backward(mse(model, batch))
-                microbatches = [SCHEDULE.microbatch_samples(step.number, microbatch) for microbatch in range(4)]
-                first, _, third, *_ = (INPUT[microbatch[0]] for microbatch in microbatches if len(microbatch))
+                microbatches = [SCHEDULE.microbatch_samples(step.number, microbatch)
+                                for microbatch in range(4)]
+                first, _, third, *_ = (INPUT[microbatch[0]] for microbatch in microbatches
+                                       if len(microbatch))
                 if step.number % 2 and torch.equal(batch[0][0], first):
                     model[2].train(not model[2].training)
                 if torch.equal(batch[0][0], third):

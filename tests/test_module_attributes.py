@@ -102,7 +102,8 @@ def run(model: Any, change: Callable[[Any, int], Any], until: int = 6, **more: A
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_resumed_run_has_the_attributes_that_were_changed_behind_a_step(
         name: str, tmp_path: Path) -> None:
-    """The bits are those of a run without a break, and with one micro-batch those of a plain loop."""
+    """The bits are those of a run without a break, and with one micro-batch those of a plain
+    loop."""
     change = CHANGES[name]
     torch.set_num_threads(1)
     straight = run(scaled(), change, microbatches=1)
@@ -113,7 +114,8 @@ def test_a_resumed_run_has_the_attributes_that_were_changed_behind_a_step(
     optimizer = sgd(plain)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))
+             for microbatch in range(4)])
         seed_everything(SCHEDULE.microbatch_seed(step, 0))
         optimizer.zero_grad()
         mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
@@ -313,8 +315,8 @@ def test_a_newcomer_has_the_attributes_when_it_has_received_the_state() -> None:
 
 
 def test_a_successor_goes_on_with_the_attributes_of_the_step_in_flight() -> None:
-    """Those of its begin for a step that is done again, with what its micro-batches have left for one that
-    is prepared."""
+    """Those of its begin for a step that is done again, with what its micro-batches have left for
+    one that is prepared."""
     before, after = (ModuleAttributes(scaled()) for _ in range(2))
     module = before._model[2]  # type: ignore[index]
     module.temperature = 2.0

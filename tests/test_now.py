@@ -62,9 +62,9 @@ def test_a_reader_gets_what_the_driver_knows() -> None:
 
 
 def test_a_row_has_what_a_loop_does_and_how_long_if_that_takes_long() -> None:
-    """A phase in a word; one that has lasted for 3 s with its time and its micro-batch. The time since
-    the last heartbeat counts: a frozen worker is in its last phase. Of several workers on a host
-    the row has the one that has been in its phase for the longest time."""
+    """A phase in a word; one that has lasted for 3 s with its time and its micro-batch. The time
+    since the last heartbeat counts: a frozen worker is in its last phase. Of several workers on a
+    host the row has the one that has been in its phase for the longest time."""
     def shown(*worker_at: At | None, phase: str = "training", silent_s: float = 0.0) -> str:
         status, content = status_of(log(1)), written(100.0 + silent_s)
         content["workers"] = []

@@ -48,8 +48,10 @@ def scaler() -> torch.amp.GradScaler:
 def parts_of(step: int, microbatches: int) -> Iterator[tuple[Any, float, int]]:
     """Yield the samples, the weight and the number of each micro-batch of a step."""
     for microbatch in range(microbatches):
-        ours = [SCHEDULE.microbatch_samples(step, one) for one in range(microbatch * 4 // microbatches,
-                                                                   (microbatch + 1) * 4 // microbatches)]
+        ours = [SCHEDULE.microbatch_samples(step, one)
+                for one in range(microbatch * 4 // microbatches,
+                                                                   (microbatch
+                                                                    + 1) * 4 // microbatches)]
         chosen = torch.cat([torch.from_numpy(one) for one in ours])
         yield chosen, len(chosen) / SCHEDULE.batch_size(step), microbatch
 
@@ -92,12 +94,14 @@ def same(one: Model, other: Model) -> bool:
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_the_bits_are_those_of_a_plain_loop_with_autocast(precision: str, microbatches: int) -> None:
+def test_the_bits_are_those_of_a_plain_loop_with_autocast(precision: str,
+                                                          microbatches: int) -> None:
     """With the scaler's skipped steps, its growth, clipping and dropout; with train(), too."""
     made = [model_of(torch.nn.Dropout(0.1)) for _ in range(3)]
     scales = [scaler() if precision == "fp16" else None for _ in range(3)]
     plain(made[0], precision, microbatches, scales[0])
-    numbers: dict[str, Any] = {"microbatches": microbatches, "clip_norm": 0.5, "precision": precision}
+    numbers: dict[str, Any] = {"microbatches": microbatches, "clip_norm": 0.5,
+                               "precision": precision}
     loop(trainer_of(made[1], adamw(made[1]), scaler=scales[1], **numbers), made[1])
     trained(made[2], adamw(made[2]), scaler=scales[2], **numbers)
     assert same(made[0], made[1]) and same(made[0], made[2])

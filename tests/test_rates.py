@@ -1,6 +1,7 @@
 """Learning rates: torch's schedulers, rates that are tensors, and who may set them.
 
-The yardstick is `plainly`: the same steps in plain PyTorch, one worker and one micro-batch, to the bit.
+The yardstick is `plainly`: the same steps in plain PyTorch, one worker and one micro-batch, to the
+bit.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from elastic_trainer.state.rates import RateChanged
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 Optimizer = torch.optim.Optimizer
-ONE_MICROBATCH = Schedule(dataset_size=SIZE, **(NUMBERS | {"microbatches": 1, "epochs": 4}))  # 12 steps
+ONE_MICROBATCH = Schedule(dataset_size=SIZE,
+                          **(NUMBERS | {"microbatches": 1, "epochs": 4}))  # 12 steps
 
 
 class Warmup:

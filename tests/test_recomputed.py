@@ -52,7 +52,8 @@ def test_the_bits_are_those_of_a_plain_loop(reduce: str, reentrant: bool, precis
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) if precision == "fp16" else None
                for _ in range(2)]
     plain(theirs, precision, 1, scalers[0])
-    loop(trainer_of(ours, adamw(ours), microbatches=1, clip_norm=0.5, precision=precision, reduce=reduce,
+    loop(trainer_of(ours, adamw(ours), microbatches=1, clip_norm=0.5, precision=precision,
+                    reduce=reduce,
                     scaler=scalers[1]), ours)
     assert same(theirs, ours)
 

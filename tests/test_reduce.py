@@ -44,7 +44,8 @@ def reduced(kind: str,
             size: int,
             microbatches: int,
             steps: int = 2) -> list[dict[torch.dtype, torch.Tensor]]:
-    """Reduce random per-micro-batch gradients in a world of `size`; the same numbers for every world."""
+    """Reduce random per-micro-batch gradients in a world of `size`; the same numbers for every
+    world."""
 
     def act(member: Member) -> dict[torch.dtype, torch.Tensor]:
         parameters = [
@@ -55,14 +56,15 @@ def reduced(kind: str,
         ]
         buffers = {"mean": torch.zeros(3), "count": torch.tensor(0)}
         flat = Flat(dict(zip("abcd", parameters, strict=True)), buffers, torch.device("cpu"))
-        reducer = ExactReducer(flat, microbatches) if kind == "exact" else RingReducer(flat, microbatches)
+        reducer = (ExactReducer if kind == "exact" else RingReducer)(flat, microbatches)
         for step in range(steps):
             mine = reducer.begin(member)
             for microbatch in mine:
                 done = reducer.microbatch(microbatch, is_last=microbatch == mine.stop - 1)
                 generator = torch.Generator().manual_seed(1000 * step + microbatch)
                 numbers = [
-                    torch.randn(p.shape, generator=generator) * 10**(microbatch % 5) for p in parameters
+                    torch.randn(p.shape, generator=generator) * 10**(microbatch % 5)
+                    for p in parameters
                 ]
                 if isinstance(reducer, RingReducer) and microbatch == mine.stop - 1:
                     reducer.overlap(member)
@@ -108,7 +110,8 @@ def test_ring_has_the_same_sum_when_the_world_has_any_size(size: int) -> None:
 
 @given(st.integers(1, 40), st.integers(1, 12))
 @settings(max_examples=60, deadline=None)
-def test_the_tree_is_the_same_when_cut_among_any_number_of_workers(microbatches: int, size: int) -> None:
+def test_the_tree_is_the_same_when_cut_among_any_number_of_workers(microbatches: int,
+                                                                   size: int) -> None:
     """Subtrees of all workers add up, in tree order, to what one worker gets from the leaves."""
     leaves = {(s, s + 1): torch.randn(3, generator=torch.Generator().manual_seed(s))
               for s in range(microbatches)}

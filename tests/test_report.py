@@ -53,7 +53,8 @@ def generation(time: float,
 
 
 JOB = {
-    "dataset_size": 80, "global_batch": 8, "microbatches": 2, "epochs": 1, "seed": 0, "max_steps": None
+    "dataset_size": 80, "global_batch": 8, "microbatches": 2, "epochs": 1, "seed": 0,
+    "max_steps": None
 }
 RUN = [
     event(0.0, "run.started", options={}),

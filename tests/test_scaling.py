@@ -94,7 +94,8 @@ def run(model: Any, loss: Any, precision: str = "fp32", scale: Any = None, micro
         with_step: bool = True, **more: Any) -> list[bytes]:
     """Train with a pass of one's own in each batch; `with_step`: by step.scale, else by the
     scaler."""
-    trainer = trainer_of(model, adamw(model), scaler=scale, precision=precision, microbatches=microbatches,
+    trainer = trainer_of(model, adamw(model), scaler=scale, precision=precision,
+                         microbatches=microbatches,
                          **more)
     for step in trainer:
         for batch in step:
@@ -113,7 +114,8 @@ def plain(model: Any, loss: Any, precision: str, scale: Any) -> list[bytes]:
     torch.set_num_threads(1)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))
+             for microbatch in range(4)])
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             found = loss(model, [INPUT[chosen], TARGET[chosen]],
                          scale.scale if scale else lambda it: it)

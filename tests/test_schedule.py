@@ -150,8 +150,8 @@ def test_orders_are_unrelated_when_epoch_or_seed_changes():
 
 @given(small_schedules())
 def test_every_sample_counts_once_when_an_epoch_is_walked_by_microbatches(schedule):
-    """The micro-batches of an epoch's steps are the dataset, each sample once, the short last batch too
-    (law 3)."""
+    """The micro-batches of an epoch's steps are the dataset, each sample once, the short last batch
+    too (law 3)."""
     for epoch in range(schedule.epochs):
         steps = range(epoch * schedule.steps_per_epoch, (epoch + 1) * schedule.steps_per_epoch)
         assert {schedule.epoch(step) for step in steps} == {epoch}
@@ -164,9 +164,10 @@ def test_every_sample_counts_once_when_an_epoch_is_walked_by_microbatches(schedu
 
 @given(small_schedules(), some.integers(0, 1000))
 def test_microbatches_are_the_batch_when_a_step_is_split(schedule, step):
-    """The micro-batches of a step are neighbours, differ by at most one sample, and together are the
-    batch."""
-    parts = [schedule.microbatch_positions(step, microbatch) for microbatch in range(schedule.microbatches)]
+    """The micro-batches of a step are neighbours, differ by at most one sample, and together are
+    the batch."""
+    parts = [schedule.microbatch_positions(step, microbatch)
+             for microbatch in range(schedule.microbatches)]
     start = step % schedule.steps_per_epoch * schedule.global_batch
     batch = range(start, start + schedule.batch_size(step))
     assert [position for part in parts for position in part] == list(batch)
@@ -196,29 +197,34 @@ def test_the_last_batch_is_what_is_left_when_the_epoch_does_not_divide():
         (10, 3, 1, [0, 1, 1]),
     ],
 )
-def test_the_last_batch_has_fewer_microbatches_when_they_would_be_too_small(dataset_size, microbatches, fewest,
+def test_the_last_batch_has_fewer_microbatches_when_they_would_be_too_small(dataset_size,
+                                                                            microbatches, fewest,
                                                                       sizes):
-    """They are merged by a rule of the numbers alone, spread over all micro-batches, none larger than in a
-    full batch."""
+    """They are merged by a rule of the numbers alone, spread over all micro-batches, none larger
+    than in a full batch."""
     schedule = Schedule(dataset_size=dataset_size,
                         global_batch=8,
                         microbatches=microbatches,
                         epochs=1,
                         seed=0,
                         min_microbatch_samples=fewest)
-    assert [len(schedule.microbatch_samples(1, microbatch)) for microbatch in range(microbatches)] == sizes
+    assert [len(schedule.microbatch_samples(1, microbatch))
+            for microbatch in range(microbatches)] == sizes
 
 
 @given(small_schedules(), some.integers(1, 5))
-def test_no_microbatch_is_larger_or_smaller_than_allowed_when_the_last_batch_is_merged(schedule, fewest):
-    """Full batches stay as they are; every sample counts once; the memory of a micro-batch is that of a
-    full batch's."""
+def test_no_microbatch_is_larger_or_smaller_than_allowed_when_the_last_batch_is_merged(schedule,
+                                                                                       fewest):
+    """Full batches stay as they are; every sample counts once; the memory of a micro-batch is that
+    of a full batch's."""
     fewest = min(fewest, schedule.global_batch // schedule.microbatches)
     merged = replace(schedule, min_microbatch_samples=fewest)
     largest = -(-schedule.global_batch // schedule.microbatches)
     for step in range(schedule.steps_per_epoch):
-        parts = [merged.microbatch_positions(step, microbatch) for microbatch in range(merged.microbatches)]
-        plain = [schedule.microbatch_positions(step, microbatch) for microbatch in range(schedule.microbatches)]
+        parts = [merged.microbatch_positions(step, microbatch)
+                 for microbatch in range(merged.microbatches)]
+        plain = [schedule.microbatch_positions(step, microbatch)
+                 for microbatch in range(schedule.microbatches)]
         assert [p for part in parts for p in part] == [p for part in plain for p in part]
         assert max(map(len, parts)) <= largest
         if schedule.batch_size(step) == schedule.global_batch or min(
@@ -237,7 +243,8 @@ def test_no_microbatch_is_larger_or_smaller_than_allowed_when_the_last_batch_is_
 def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped():
     """22 samples in batches of 8 are 2 steps an epoch; digests of what counts and what is left out
     are the dataset's."""
-    schedule = Schedule(dataset_size=22, global_batch=8, microbatches=4, epochs=2, seed=3, drop_last=True)
+    schedule = Schedule(dataset_size=22, global_batch=8, microbatches=4, epochs=2, seed=3,
+                        drop_last=True)
     assert (schedule.steps, schedule.steps_per_epoch, schedule.dropped_samples) == (4, 2, 6)
     assert [schedule.batch_size(step) for step in range(4)] == [8] * 4
     epochs = (0, 1), (2, 3)
@@ -261,14 +268,16 @@ def test_other_samples_are_left_out_in_each_epoch_when_the_last_batch_is_dropped
         ({"drop_last": True, "dataset_size": 7
           }, "drop_last is True and dataset_size 7 is less than global_batch 8"),
         ({"min_microbatch_samples": 3
-          }, "min_microbatch_samples is 3, but global_batch 8 in 4 micro-batches gives some of them 2"),
+          }, "min_microbatch_samples is 3, but global_batch 8 in 4 micro-batches gives some of "
+             "them 2"),
         ({"min_microbatch_samples": 0}, "min_microbatch_samples is 0"),
     ],
 )
 def test_the_key_is_named_when_the_last_batch_cannot_be_cut_so(changes, message):
     """No step would be left, or a full batch's micro-batches would be too small themselves."""
     with pytest.raises(ConfigError, match=message):
-        Schedule(**({"dataset_size": 22, "global_batch": 8, "microbatches": 4, "epochs": 1, "seed": 0}
+        Schedule(**({"dataset_size": 22, "global_batch": 8, "microbatches": 4, "epochs": 1,
+                     "seed": 0}
                     | changes))
 
 
@@ -288,7 +297,8 @@ def test_the_run_ends_at_the_earlier_limit_when_max_steps_is_given(max_steps, st
 def test_max_steps_is_the_length_when_no_epochs_are_given(max_steps, steps):
     """As many epochs as the steps need; one, when neither is given. Each epoch has an order of its
     own."""
-    schedule = Schedule(dataset_size=10, global_batch=4, microbatches=1, seed=0, max_steps=max_steps)
+    schedule = Schedule(dataset_size=10, global_batch=4, microbatches=1, seed=0,
+                        max_steps=max_steps)
     assert schedule.steps == steps
     first, second = (schedule.microbatch_samples(step, 0).tolist() for step in (0, 3))
     assert first != second
@@ -328,7 +338,8 @@ def test_seeds_are_distinct_when_step_microbatch_or_seed_differs():
 )
 def test_the_key_is_named_when_a_number_is_wrong(key, value):
     """A bad number ends at start-up, with the key and the value in the message."""
-    job = {"dataset_size": 100, "global_batch": 8, "microbatches": 4, "epochs": 1, "seed": 0, key: value}
+    job = {"dataset_size": 100, "global_batch": 8, "microbatches": 4, "epochs": 1, "seed": 0,
+           key: value}
     with pytest.raises(ConfigError, match=rf"^{key} is {value}"):
         Schedule(**job)
 
@@ -340,7 +351,8 @@ def test_the_key_is_named_when_a_number_is_wrong(key, value):
 def test_digests_of_owners_total_the_batch_when_the_world_has_any_size(schedule, step, size):
     """The digests of the ranks add up to the batch's digest, for every world size (law 2)."""
     owned = [owned_microbatches(rank, size, schedule.microbatches) for rank in range(size)]
-    parts = [schedule.microbatch_samples(step, microbatch) for microbatches in owned for microbatch in microbatches]
+    parts = [schedule.microbatch_samples(step, microbatch) for microbatches in owned
+             for microbatch in microbatches]
     assert sum(samples_digest(part) for part in parts) == schedule.batch_digest(step)
 
 
@@ -377,8 +389,8 @@ def test_the_digest_fits_int64_when_the_batch_is_the_largest_allowed():
 
 @pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 12, 16, 63, 64])
 def test_every_microbatch_has_one_owner_when_the_world_has_any_size(microbatches):
-    """For each world size, also beyond the micro-batches, the ranks own each micro-batch once, in order, none
-    too many."""
+    """For each world size, also beyond the micro-batches, the ranks own each micro-batch once, in
+    order, none too many."""
     for size in range(1, 2 * microbatches + 3):
         owned = [owned_microbatches(rank, size, microbatches) for rank in range(size)]
         assert [microbatch for part in owned for microbatch in part] == list(range(microbatches))
@@ -392,7 +404,8 @@ def test_subtrees_are_the_owned_microbatches_when_cut_at_the_trees_nodes(microba
     start = data.draw(some.integers(0, microbatches))
     owned = range(start, data.draw(some.integers(start, microbatches)))
     parts = aligned_subtrees(owned, microbatches)
-    nodes = {range(k, min(k + 2**j, microbatches)) for j in range(9) for k in range(0, microbatches, 2**j)}
+    nodes = {range(k, min(k + 2**j, microbatches)) for j in range(9)
+             for k in range(0, microbatches, 2**j)}
     assert [microbatch for part in parts for microbatch in part] == list(owned)
     assert set(parts) <= nodes
     inside = [node for node in nodes if node.start in owned and node[-1] in owned]

@@ -20,6 +20,7 @@ from elastic_trainer.events.log import Events, read_events
 from elastic_trainer.events.schema import REQUIRED, fields_of, flaw, misfit, parse_object
 from elastic_trainer.events.sentences import ENDINGS, filled
 from elastic_trainer.events.summary import summarize_log
+from elastic_trainer.renamed import present
 from elastic_trainer.views.events_page import page
 from elastic_trainer.views.status import Status, fold
 from elastic_trainer.views.summary_table import summary_rows
@@ -192,7 +193,7 @@ def test_the_time_before_an_event_is_accounted_for_as_the_table_declares(kind: E
 def test_each_reason_of_the_table_is_one_of_the_drivers() -> None:
     """Whatever ends a worker has its meaning, and its place in the report. (That no other reason is
     emitted is checked in the event logs of all tests, by `misfit`.)"""
-    texts = {it.value for path in (ROOT / "elastic_trainer" / "launch").glob("*.py")
+    texts = {it.value for path in (ROOT / "elastic_trainer" / "driver").glob("*.py")
              for it in ast.walk(ast.parse(path.read_text()))
              if isinstance(it, ast.Constant) and isinstance(it.value, str)}
     assert ENDINGS.keys() - texts <= {"evicted"}  # of version 0.1
@@ -213,8 +214,8 @@ def test_the_page_is_written_by_its_command(tmp_path: Path) -> None:
 
 def test_the_lines_of_version_0_1_are_events(tmp_path: Path) -> None:
     """A log is read by newer versions: what was written then has no flaw now."""
-    lines = [json.loads(line) for line in (ROOT / "tests" / "data" / "events-0.1.jsonl"
-                                           ).read_text().splitlines()]
+    text = (ROOT / "tests" / "data" / "events-0.1.jsonl").read_text()
+    lines = [present(json.loads(line)) for line in text.splitlines()]
     assert len(lines) > 30
     assert [flaw(line) for line in lines if flaw(line)] == []
     assert {line["event"] for line in lines} <= KINDS.keys()

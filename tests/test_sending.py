@@ -116,7 +116,8 @@ def test_statistics_and_logged_sums_are_exact_when_gradients_are_compressed(
     def run(model: Model, rank: int, **options: Any) -> list[Any]:
         ears = Ears()
         fault = Fault(*{1: [("step.voted", 3)]}.get(rank, []))
-        trainer = trainer_of(model, microbatches=2, reduce="ring", listeners=[ears, fault], **options)
+        trainer = trainer_of(model, microbatches=2, reduce="ring", listeners=[ears, fault],
+                             **options)
         seen = list[Any]()
         for step in trainer:
             for batch in step:

@@ -149,8 +149,9 @@ def test_an_event_is_logged_when_there_are_more_workers_than_microbatches(
         capsys: pytest.CaptureFixture[str]) -> None:
     """Some compute nothing, for as long as the run lasts."""
     in_a_world(6, lambda rank: job(built()))
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "microbatches" in line]
-    assert "the world has 6 workers, but a batch has 4 micro-batches, so 2 workers compute nothing" in line
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "micro-batches" in line]
+    assert ("the world has 6 workers, but a batch has 4 micro-batches, so 2 workers compute "
+            "nothing") in line
 
 
 @pytest.mark.parametrize(("options", "said"), [

@@ -478,7 +478,7 @@ def test_no_host_is_replaced_for_the_work_of_its_rank() -> None:
 ])
 def test_who_is_slow_a_little_or_now_and_then_is_no_straggler(
         own_s: Callable[[int, int], float]) -> None:
-    """A worker without micro-batches is no peer."""
+    """A worker without microbatches is no peer."""
     scene = Scene("straggler_s=9")
     slow_steps(scene, own_s)
     assert not scene.events
@@ -552,8 +552,8 @@ def test_a_mark_has_what_the_loop_does() -> None:
 
 
 def test_a_step_of_several_phases_is_one_step() -> None:
-    """The usual time is that of all its phases. The own time is that of a micro-batch in any of them,
-    without its loader. A step that is done again, or in another world, is not counted."""
+    """The usual time is that of all its phases. The own time is that of a micro-batch in any of
+    them, without its loader. A step that is done again, or in another world, is not counted."""
     clock = Clock()
     with clock.set():
         mark = Mark()

@@ -34,7 +34,7 @@ from elastic_trainer.world.standby import changed_files, merged, write_environme
 pytestmark = pytest.mark.usefixtures("turn")  # they start workers
 Twin = Callable[..., str]
 ROOT = Path(__file__).resolve().parent.parent
-SHIM = [sys.executable, "-S", "-I", str(ROOT / "elastic_trainer" / "standby" / "shim.py")]
+SHIM = [sys.executable, "-S", "-I", str(ROOT / "elastic_trainer" / "driver" / "standby_shim.py")]
 DEADLINE_S = 60.0
 JOB = """
 import json, os, signal, sys, time

@@ -39,7 +39,7 @@ MADE = {"a constant": lambda x: torch.linspace(0.5, 2, 8), "of the data": lambda
 
 
 @pytest.mark.parametrize("what", MADE)
-def test_a_buffer_that_the_first_forward_pass_makes_is_that_of_the_first_microbatch(what: str) -> None:
+def test_a_buffer_that_the_first_forward_pass_makes_is_the_first_microbatchs(what: str) -> None:
     """As in plain PyTorch, whose first batch makes it; the same in a world of any size."""
     alone, again = (trained(built(Late(MADE[what]))) for _ in range(2))
     assert again.weights_sha256 == alone.weights_sha256
@@ -227,8 +227,8 @@ def test_what_cannot_be_trained_is_refused_before_anything_runs(kind: str) -> No
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sparse_gradients_train_as_dense_ones_do(seed: int) -> None:
-    """An embedding with sparse=True under SGD, whose rows occur several times in a micro-batch: the bits
-    of dense gradients, in worlds of any size."""
+    """An embedding with sparse=True under SGD, whose rows occur several times in a micro-batch: the
+    bits of dense gradients, in worlds of any size."""
     def model(is_sparse: bool) -> Model:
         torch.manual_seed(seed)
         return torch.nn.Sequential(torch.nn.Embedding(3, 3, sparse=is_sparse), torch.nn.Flatten(),

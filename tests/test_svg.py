@@ -14,6 +14,7 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.events.event_kind import PAUSE_PARTS, Phase
 from elastic_trainer.events.history import history_of
 from elastic_trainer.events.summary import result_of
+from elastic_trainer.renamed import present
 from elastic_trainer.views import svg
 from elastic_trainer.views.bands import LEAST_PX, bands, slices
 from elastic_trainer.views.story import recovery_of
@@ -24,7 +25,7 @@ RECORDED = Path(__file__).resolve().parent / "data" / "events-0.1.jsonl"
 
 
 def events_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [present(json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def drawn(events: list[dict[str, Any]]) -> tuple[str, Element]:

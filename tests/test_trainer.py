@@ -96,7 +96,8 @@ def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_microbatch() -> None:
     optimizer = adamw(plain)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))
+             for microbatch in range(4)])
         seed_everything(SCHEDULE.microbatch_seed(step, 0))
         mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
         optimizer.step()
@@ -295,8 +296,8 @@ POINTS = ("step.computed", "step.prepared", "step.voted", "step.applied")
                          ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
 def test_the_bits_are_those_of_one_worker_when_generations_break(
         points: dict[int, list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In micro-batches, between prepare, vote and apply. The code behind the inner loop runs once for each
-    finished step."""
+    """In micro-batches, between prepare, vote and apply. The code behind the inner loop runs once
+    for each finished step."""
     def run(rank: int, **more: Any) -> tuple[str, list[int], torch.Tensor]:
         torch.manual_seed(0)
         model, average, steps = models[rank], Average(), []
@@ -331,12 +332,13 @@ def tokens(model: Model, batch: Any) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("scales", [False, True])
 def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, scales: bool) -> None:
-    """One micro-batch, or four of different counts: the same steps as plain PyTorch makes with one big
-    batch."""
+    """One micro-batch, or four of different counts: the same steps as plain PyTorch makes with one
+    big batch."""
     def run(microbatches: int) -> tuple[Model, float]:
         model = built()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6) if scales else None
-        trainer = trainer_of(model, microbatches=microbatches, reduce=reduce, clip_norm=0.5, scaler=scaler)
+        trainer = trainer_of(model, microbatches=microbatches, reduce=reduce, clip_norm=0.5,
+                             scaler=scaler)
         for step in trainer:
             for batch in step:
                 total, count = tokens(model, batch)
@@ -347,7 +349,8 @@ def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, sca
     optimizer = sgd(plain)
     for step in range(SCHEDULE.steps):
         chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch)) for microbatch in range(4)])
+            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))
+             for microbatch in range(4)])
         optimizer.zero_grad()
         total, count = tokens(plain, [INPUT[chosen], TARGET[chosen]])
         total.backward()
@@ -498,7 +501,8 @@ def pair_of_steps(model: Pair, **changes: Any) -> Trainer:
 
 
 def test_the_bits_are_plain_pytorchs_when_each_optimizer_has_a_phase() -> None:
-    """With one micro-batch: the discriminator's step, then the generator's on what that has left."""
+    """With one micro-batch: the discriminator's step, then the generator's on what that has
+    left."""
     model, plain = Pair(draws=True), Pair(draws=True)
     adversarial(model, trainer_of(model, optimizers(model), clip_norm=0.5, microbatches=1))
     schedule = Schedule(dataset_size=SIZE,

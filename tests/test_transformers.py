@@ -237,8 +237,8 @@ def test_sentences_of_like_length_come_together_when_they_are_grouped(has_column
 @pytest.mark.parametrize("devices", [1, 2, 8])
 def test_the_gradient_is_that_of_the_mean_over_all_tokens_for_any_number_of_microbatches(
         devices: int) -> None:
-    """Sentences of different lengths: the real trainer with one batch makes the same steps. Micro-batches
-    without a token that is predicted count as none."""
+    """Sentences of different lengths: the real trainer with one batch makes the same steps.
+    Micro-batches without a token that is predicted count as none."""
     size = 8 // devices
     ours = elastic_of(devices=devices, train=Sentences(are_long=False),
                       per_device_train_batch_size=size, gradient_accumulation_steps=1)
@@ -452,7 +452,8 @@ def test_the_model_is_saved_as_transformers_does_it(tmp_path: Path) -> None:
 ], ids=case_of)
 def test_the_numbers_of_a_run_follow_from_the_arguments_alone(
         options: dict[str, Any], numbers: tuple[int, ...]) -> None:
-    """Of the global batch: its samples and its micro-batches; of an epoch and the run: the steps."""
+    """Of the global batch: its samples and its micro-batches; of an epoch and the run: the
+    steps."""
     args = given(**options)
     found = arguments.numbers_of(args, SAMPLES, 1)
     assert (found.global_batch, found.microbatches, found.steps_per_epoch, found.steps) == numbers

@@ -32,7 +32,8 @@ train(model, torch.optim.SGD(model.parameters(), lr=0.1),
 
 
 def whole(microbatches: int, step_s: float = 1.0, gib: float = 1.0, batch: int = 64) -> Trial:
-    return Trial(microbatches=microbatches, samples=batch // microbatches, ending="whole", step_s=step_s,
+    return Trial(microbatches=microbatches, samples=batch // microbatches, ending="whole",
+                 step_s=step_s,
                  host_bytes=int(gib * GIB))
 
 
@@ -42,7 +43,8 @@ def test_an_override_holds_instead_of_the_numbers_of_the_script(
     monkeypatch.setenv("ELASTIC_TRAINER_OVERRIDE", "steps=3,microbatches=2,scale=2")
     model = torch.nn.Linear(4, 1)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1),
-          torch.utils.data.TensorDataset(torch.ones(64, 4)), global_batch=8, microbatches=8, epochs=1,
+          torch.utils.data.TensorDataset(torch.ones(64, 4)), global_batch=8, microbatches=8,
+          epochs=1,
           loss=lambda model, batch: model(batch[0]).mean(), store=str(tmp_path / "store"))
     events = read_events(run_dir)
     assert [e["samples"] for e in events if e["event"] == "worker.step_committed"] == [16] * 3
@@ -68,8 +70,8 @@ def test_candidates_are_shared_evenly_and_have_a_sample_each() -> None:
 
 
 def test_larger_microbatches_are_tried_until_the_next_would_not_fit() -> None:
-    """Its memory is on the line through two sizes that have run. Then smaller micro-batches are tried,
-    while they are faster."""
+    """Its memory is on the line through two sizes that have run. Then smaller micro-batches are
+    tried, while they are faster."""
     sizes = [4, 8, 16, 32, 64]
     trials = [whole(16, gib=2.0)]
     assert tune.next_microbatches(trials, sizes, 5 * GIB) == 8
@@ -84,7 +86,7 @@ def test_larger_microbatches_are_tried_until_the_next_would_not_fit() -> None:
     assert tune.next_microbatches(trials, sizes, 9 * GIB) is None
 
 
-def test_the_fastest_number_is_recommended_and_of_those_alike_the_one_with_more_microbatches() -> None:
+def test_the_fastest_number_is_recommended_and_of_those_alike_the_larger_one() -> None:
     """One that the workers do not share evenly is not."""
     trials = [whole(8, 1.0), whole(16, 1.02), whole(32, 1.2), whole(2, 0.5)]
     best = tune.best_of(trials, 4)
@@ -106,8 +108,10 @@ def test_a_script_that_needs_more_memory_than_there_is_ends_alone(
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert tune.run(["--workers", "1", "--steps", "4", "--memory", "1.2", "--", *command]) == 0
     shown = capsys.readouterr().out
-    assert "microbatches=4: " in shown and "microbatches=2: " in shown and "microbatches=1: " not in shown
+    assert "microbatches=4: " in shown and "microbatches=2: " in shown
+    assert "microbatches=1: " not in shown
     assert "not tried" in shown and "Recommended for 1 workers: microbatches=" in shown
     assert "BatchNorm" in shown and not store.exists()
-    found = trial.measure(command, Override(steps=4, microbatches=1), tmp_path / "large", int(1.2 * GIB))
+    found = trial.measure(command, Override(steps=4, microbatches=1), tmp_path / "large",
+                          int(1.2 * GIB))
     assert found.ending == "memory"

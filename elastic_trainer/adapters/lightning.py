@@ -81,8 +81,8 @@ def fit(
 
     Arguments of `lightning.Trainer` and its `fit` have the same meaning. `devices` is the number of
     devices for which the batch_size of the training's DataLoader was chosen: the global batch is
-    their product, in `devices` micro-batches. Or give `global_batch`, which has 8 `microbatches` by default. The
-    other options are those of elastic_trainer.Trainer.
+    their product, in `devices` micro-batches. Or give `global_batch`, which has 8 `microbatches` by
+    default. The other options are those of elastic_trainer.Trainer.
 
     Raises ConfigError for what is not supported.
     """
@@ -105,10 +105,10 @@ def fit(
     flow.call("on_fit_start")
     elastic = Trainer(
         module, seen.optimizers[0], sources.train.dataset, global_batch=numbers.global_batch,
-        microbatches=numbers.microbatches, until=f"{numbers.steps} steps", seed=seed, lr=flow.schedulers,
-        ema=ema, swa=swa, best=asked.best, state={**(state or {}), "lightning": flow},
-        order=sources.train.order, drop_last=sources.train.drop_last,
-        min_microbatch_samples=min_microbatch_samples,
+        microbatches=numbers.microbatches, until=f"{numbers.steps} steps", seed=seed,
+        lr=flow.schedulers, ema=ema, swa=swa, best=asked.best,
+        state={**(state or {}), "lightning": flow}, order=sources.train.order,
+        drop_last=sources.train.drop_last, min_microbatch_samples=min_microbatch_samples,
         collate=sources.train.collate, loader=sources.train.loader,
         checkpoint_every=asked.interval(numbers.steps_per_epoch, checkpoint_every),
         keep_last=keep_last, keep_every=keep_every, reduce=reduce, on_nan=on_nan, run_dir=run_dir,
@@ -258,8 +258,8 @@ class Numbers:
             raise ConfigError(
                 f"fit() got devices={devices} and global_batch={global_batch}, and the global "
                 f"batch must not depend on the number of workers. Give devices=4 for a global "
-                f"batch of {each} x 4 = {4 * each} samples in 4 micro-batches of {each}, for up to 4 "
-                f"workers; or global_batch={each}, microbatches={min(4, each)}.")
+                f"batch of {each} x 4 = {4 * each} samples in 4 micro-batches of {each}, for up to "
+                f"4 workers; or global_batch={each}, microbatches={min(4, each)}.")
         whole = global_batch or each * (devices or 0)
         if whole < 1 or (devices is not None and devices < 1):
             raise ConfigError(f"fit() got devices={devices} and global_batch={global_batch}. Use "

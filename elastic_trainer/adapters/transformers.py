@@ -12,8 +12,8 @@ script with a transformers.Trainer → here: TrainingArguments (transformers_arg
 What always holds:
 1. What a script gives is taken over with the meaning that it has in transformers, or refused at
    once, by name.
-2. The gradient is that of the mean over all tokens of the global batch, for any number of micro-batches
-   and workers, where transformers counts tokens (num_items_in_batch).
+2. The gradient is that of the mean over all tokens of the global batch, for any number of
+   micro-batches and workers, where transformers counts tokens (num_items_in_batch).
 3. What a subclass overrides is called, or refused.
 
 transformers is imported when ElasticTrainer is asked for. The class below becomes a
@@ -217,9 +217,10 @@ class Elastic(Base):  # type: ignore[misc]
     def _compute(self, step: Step, inputs: Any) -> None:
         """Run forward and backward of one micro-batch.
 
-        Where transformers counts items, the loss of a micro-batch is the sum over its items by their
-        number. Multiplied by it, the loss is a sum again, and the step divides by the number of all
-        micro-batches. A loss that ignores num_items_in_batch is a mean, which becomes the same.
+        Where transformers counts items, the loss of a micro-batch is the sum over its items by
+        their number. Multiplied by it, the loss is a sum again, and the step divides by the number
+        of all micro-batches. A loss that ignores num_items_in_batch is a mean, which becomes the
+        same.
         """
         self.model.train()
         inputs = self._prepare_inputs(inputs)

@@ -124,7 +124,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
     commands.add_parser("standby", add_help=False,
                         help="keep booted workers waiting on this host: its command after --")
     commands.add_parser("tune", add_help=False,
-                        help="find the number of micro-batches that is fastest in the memory there is")
+                        help="find the number of micro-batches that is fastest in the memory there "
+                             "is")
     commands.add_parser("scaling", add_help=False,
                         help="measure how the steps of a script scale with the workers")
     commands.add_parser("plan", add_help=False,

@@ -6,7 +6,8 @@ What always holds:
 1. A batch follows from its key alone. Neither the number of loader processes nor what was read
    before changes a bit of it.
 2. With a loader each sample has a seed of its own, so its augmentation does not depend on the other
-   samples of its micro-batch. Without one, samples draw from the generators of their micro-batch in turn.
+   samples of its micro-batch. Without one, samples draw from the generators of their micro-batch in
+   turn.
 3. The processes hold the dataset as it was when they started. If a plain attribute of it changes in
    the worker, that is an error.
 """
@@ -89,7 +90,8 @@ class Reader:
 
     @property
     def seeds_samples(self) -> bool:
-        """True if each sample has a seed of its own: then a micro-batch is seeded again behind it."""
+        """True if each sample has a seed of its own: then a micro-batch is seeded again behind
+        it."""
         return self.loader is not None
 
     @property
@@ -237,7 +239,8 @@ class Readers:
 
 @dataclass(frozen=True)
 class MicrobatchRecipe:
-    """The samples and the seed of (step, phase, micro-batch), or of the first `most` samples of it."""
+    """The samples and the seed of (step, phase, micro-batch), or of the first `most` samples of
+    it."""
 
     schedule: Schedule
 
@@ -246,7 +249,8 @@ class MicrobatchRecipe:
             return numpy.array(key[1:]), seed_of(self.schedule, 0, 0, 0)
         step, phase, microbatch, *most = key
         indices = self.schedule.microbatch_samples(step, microbatch)
-        return indices[:most[0]] if most else indices, seed_of(self.schedule, step, microbatch, phase)
+        return indices[:most[0]] if most else indices, seed_of(self.schedule, step, microbatch,
+                                                               phase)
 
 
 @dataclass(frozen=True)
@@ -269,5 +273,6 @@ def keys_after(key: Key, schedule: Schedule, mine: Iterable[int], phases: int) -
     for now in range(step, schedule.steps):
         for phase in range(first if now == step else 0, phases):
             for microbatch in microbatches:
-                if (now, phase, microbatch) > key and schedule.microbatch_positions(now, microbatch):
+                if (now, phase,
+                    microbatch) > key and schedule.microbatch_positions(now, microbatch):
                     yield now, phase, microbatch

@@ -15,7 +15,8 @@ from elastic_trainer.schedule.schedule import Schedule
 
 
 def seed_of(schedule: Schedule, step: int, microbatch: int, phase: int) -> int:
-    """Return the seed of a micro-batch in a phase of a step; of its end, if `microbatch` is their number."""
+    """Return the seed of a micro-batch in a phase of a step; of its end, if `microbatch` is their
+    number."""
     return schedule.microbatch_seed(step, microbatch + phase * (schedule.microbatches + 1))
 
 

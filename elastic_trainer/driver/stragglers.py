@@ -1,11 +1,11 @@
 """A worker that computes slower than its peers over many steps: it makes all of them wait.
 
-heartbeats (each worker's own time for a micro-batch) → here → driver.straggler_found → membership, if
-stragglers are replaced
+heartbeats (each worker's own time for a micro-batch) → here → driver.straggler_found → membership,
+if stragglers are replaced
 
 What always holds:
-1. A worker is compared by its own time for one micro-batch: forward and backward. Waiting for others, or
-   for its loader, is no part of it.
+1. A worker is compared by its own time for one micro-batch: forward and backward. Waiting for
+   others, or for its loader, is no part of it.
 2. A host is named when its workers, and those of no other, were the slowest in WINDOWS windows in a
    row, which together last `straggler_s`.
 3. The slow workers of a host leave between two steps, so no step is done again. They leave only

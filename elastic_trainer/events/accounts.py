@@ -114,7 +114,8 @@ class Accounts:
         """The lives that have not ended."""
         self.until = math.inf
         self.least, self.microbatches = 1, 0
-        """The fewest workers with which the run trains; the micro-batches of a batch, 0: unknown."""
+        """The fewest workers with which the run trains; the micro-batches of a batch, 0:
+        unknown."""
         self._slots, self._has_list = 0, False
         self._waiting: deque[Change] = deque()
         self._steps_from = math.inf

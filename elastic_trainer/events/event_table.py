@@ -90,7 +90,7 @@ _JOB = (
         "job.overridden", WARNING,
         "`elastic-trainer tune` or `scaling` measures this run. Its numbers hold instead of the "
         "script's.", has(steps=WHOLE, microbatches=WHOLE, global_batch=WHOLE),
-        "a measurement: micro-batches {microbatches}, global batch {global_batch}"),
+        "a measurement: {microbatches:#micro-batch}, global batch {global_batch}"),
     EventKind(
         "worker.memory_measured", DETAIL,
         "In a measurement: the most memory that torch held on this worker's GPU, when the worker "
@@ -220,8 +220,8 @@ _WORKERS = (
     EventKind(
         "worker.machine_failed", ERROR,
         "The user's code met a fault of its machine (EIO, ENOSPC, MemoryError, …). The worker "
-        "leaves, and the others do the step again. The same fault in the same micro-batch on a second "
-        "host ends the run.",
+        "leaves, and the others do the step again. The same fault in the same micro-batch on a "
+        "second host ends the run.",
         has(host=NAME, error=NAME, step=STEP, microbatch=WHOLE_OR_MINUS_ONE, text=TEXT),
         "host {host}: the user's code met {error} in step {step}",
         remedy="Look at the disk and the memory of the host."),

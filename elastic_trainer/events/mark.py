@@ -27,7 +27,8 @@ from typing import Any
 from elastic_trainer.wire.heartbeat import At
 
 WINDOW = 16
-"""The usual time of a step, and a worker's own time for a micro-batch, are medians of this many steps."""
+"""The usual time of a step, and a worker's own time for a micro-batch, are medians of this many
+steps."""
 FIRST_STEPS = 3
 """The steps of a process that may take long: it compiles, and fills its caches."""
 FORMING = "forming"

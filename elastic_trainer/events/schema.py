@@ -45,6 +45,7 @@ from elastic_trainer.events.fields import (
     one_of,
     reads,
 )
+from elastic_trainer.renamed import FIELDS, present
 from elastic_trainer.wire.proof import Proof
 
 __all__ = ["MAX_ERROR", "MAX_LINE_BYTES", "MAX_NAME", "MAX_PEERS", "REQUIRED", "UNREADABLE",
@@ -99,6 +100,8 @@ def misfit(event: Mapping[str, Any]) -> str:
 def parse(line: bytes | str) -> dict[str, Any] | None:
     """Return the event of a line; None if it is malformed."""
     event = parse_object(line)
+    if event is not None and not FIELDS.keys().isdisjoint(event):
+        event = present(event)  # of version 0.1
     return None if event is None or flaw(event) else event
 
 
@@ -134,7 +137,8 @@ def _is_machine_fault(value: Any) -> bool:
     """True for the fields of membership.MachineFault that a worker sends."""
     if value == {}:
         return True
-    checks: dict[str, Check] = {"step": WHOLE_OR_MINUS_ONE.check, "microbatch": WHOLE_OR_MINUS_ONE.check,
+    checks: dict[str, Check] = {"step": WHOLE_OR_MINUS_ONE.check,
+                                "microbatch": WHOLE_OR_MINUS_ONE.check,
                                 "kind": NAME.check, "text": TEXT.check}
     return (type(value) is dict and value.keys() == checks.keys()
             and all(is_right(value[name]) for name, is_right in checks.items()))

@@ -48,7 +48,8 @@ STALLS = (
         "its peers are for one micro-batch. With --replace-stragglers it leaves (`is_replaced`).",
         (*reads(host=HOST, own_s=SECONDS, peers_s=SECONDS),
          *has(worker=NAME, step=STEP, is_replaced=FLAG)),
-        "host {host} is slow: it computes {own_s:.3f} s for a micro-batch, its peers {peers_s:.3f} s",
+        "host {host} is slow: it computes {own_s:.3f} s for a micro-batch, its peers {peers_s:.3f} "
+        "s",
         remedy="Look at the host: other processes, clock, temperature. --replace-stragglers keeps "
                "it out."),
 )

@@ -1,6 +1,8 @@
-"""The timeline of one worker: a file of spans for each generation, for Perfetto or chrome://tracing.
+"""The timeline of one worker: a file of spans for each generation, for Perfetto or
+chrome://tracing.
 
-points and events, spans of micro-batches, reducer and checkpoints → here → runs/NAME/timeline → phases
+points and events, spans of micro-batches, reducer and checkpoints → here → runs/NAME/timeline →
+phases
 
 What always holds:
 1. A file is a JSON array in the format of trace events, one event a line. A file that was not

@@ -5,9 +5,9 @@
 Read main() first. The model is a LlamaForCausalLM that is built from a configuration, so nothing is
 downloaded. Each text is a function or class at the top level of a file, so texts have different
 lengths, and a batch is padded. The loss is the sum over its tokens, with their number: the gradient
-is that of the mean over all tokens of the global batch, for any number of micro-batches. Expected: the
-loss of the held-out texts falls from 5.6 (ln 258: every token is equally likely) to about 1.9 in
-200 steps.
+is that of the mean over all tokens of the global batch, for any number of micro-batches. Expected:
+the loss of the held-out texts falls from 5.6 (ln 258: every token is equally likely) to about 1.9
+in 200 steps.
 """
 
 from __future__ import annotations

@@ -41,7 +41,8 @@ def main() -> None:
     steps = options.steps or options.epochs * -(-len(training) // options.global_batch)
     loader = Loader(workers=options.loader) if options.loader else None
     trainer = Trainer(
-        model, optimizer, training, global_batch=options.global_batch, microbatches=options.microbatches,
+        model, optimizer, training, global_batch=options.global_batch,
+        microbatches=options.microbatches,
         until=f"{steps} steps", seed=options.seed, precision=options.precision,
         loader=loader, ema=options.ema or None,
         lr=cosine(warmup_steps=steps // 10, total_steps=steps),

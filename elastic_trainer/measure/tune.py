@@ -2,10 +2,11 @@
 
     elastic-trainer tune --workers 4 -- python my_train.py
 
-command line → here ⇄ trial (one process, a few steps, one number of micro-batches) → table, recommendation
+command line → here ⇄ trial (one process, a few steps, one number of micro-batches) → table,
+recommendation
 
 What always holds:
-1. The global batch stays that of the script. A number of micro-batches is only its division.
+1. The global batch stays that of the script. A number of microbatches is only its division.
 2. A size that would not fit, by the memory of two smaller ones, is not tried.
 3. A recommended number is one that has run, and a multiple of the number of workers.
 """
@@ -26,16 +27,18 @@ from elastic_trainer.wire.plain import plain
 from elastic_trainer.wire.redact import redacted_command
 
 ALIKE = 1.03
-"""Step times that differ by less are alike: then more micro-batches are better, with less memory."""
-BATCH_NORM = ("With BatchNorm the number of micro-batches is part of the result, because it computes its "
-              "statistics over one micro-batch. Give a run with another number another name.")
+"""Step times that differ by less are alike: then more micro-batches are better, with less
+memory."""
+BATCH_NORM = ("With BatchNorm the number of microbatches is part of the result, because it "
+              "computes its statistics over one micro-batch. Give a run with another number "
+              "another name.")
 
 
 def next_microbatches(trials: Sequence[Trial], candidates: Sequence[int], limit: int) -> int | None:
     """Return the number of micro-batches to try next; None: the picture is whole.
 
-    First fewer and fewer micro-batches, which are larger, until one would not fit. Then more and more,
-    while each is faster than the one before.
+    First fewer and fewer micro-batches, which are larger, until one would not fit. Then more and
+    more, while each is faster than the one before.
     """
     tried = {trial.microbatches: trial for trial in trials}
     whole = sorted(microbatches for microbatches, trial in tried.items() if trial.is_whole)
@@ -50,8 +53,8 @@ def next_microbatches(trials: Sequence[Trial], candidates: Sequence[int], limit:
 
 
 def predicted(trials: Sequence[Trial], microbatches: int) -> int:
-    """Return the memory that a number of micro-batches would need: a line through the two largest sizes
-    that have run, from their samples; 0: only one has."""
+    """Return the memory that a number of micro-batches would need: a line through the two largest
+    sizes that have run, from their samples; 0: only one has."""
     whole = sorted((trial for trial in trials if trial.is_whole), key=lambda trial: -trial.samples)
     if len(whole) < 2:
         return 0
@@ -62,7 +65,8 @@ def predicted(trials: Sequence[Trial], microbatches: int) -> int:
 
 
 def candidates_of(global_batch: int, workers: int, own: int) -> list[int]:
-    """Return the numbers of micro-batches that are worth a trial: those that workers share evenly."""
+    """Return the numbers of micro-batches that are worth a trial: those that workers share
+    evenly."""
     found = {own} if own % workers == 0 else set()
     number = workers
     while number <= global_batch:
@@ -72,8 +76,8 @@ def candidates_of(global_batch: int, workers: int, own: int) -> list[int]:
 
 
 def best_of(trials: Sequence[Trial], workers: int) -> Trial | None:
-    """Return the trial whose number of micro-batches is recommended: the fastest one that workers share
-    evenly, and of those alike the one with the most micro-batches."""
+    """Return the trial whose number of microbatches is recommended: the fastest one that workers
+    share evenly, and of those alike the one with the most micro-batches."""
     whole = [trial for trial in trials if trial.is_whole and trial.microbatches % workers == 0]
     if not whole:
         return None
@@ -100,9 +104,9 @@ def run(argv: Sequence[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
         prog="elastic-trainer tune", usage="%(prog)s [options] -- python my_train.py …",
-        description="Find the number of micro-batches with which a script trains fastest, in the memory "
-                    "that there is. The script runs a few steps in one process, with the same "
-                    "global batch and several numbers of micro-batches.")
+        description="Find the number of micro-batches with which a script trains fastest, in the "
+                    "memory that there is. The script runs a few steps in one process, with the "
+                    "same global batch and several numbers of micro-batches.")
     add_options(parser)
     options = parser.parse_args(argv[:at])
     command = list(argv[at + 1 :])
@@ -138,13 +142,15 @@ def find(command: Sequence[str], workers: int, steps: int, folder: Path,
     if not candidates:
         raise ConfigError(f"global_batch is {batch}, which {workers} workers cannot share. Use "
                           f"--workers {batch} or fewer.")
-    trials = [Trial(microbatches=own.microbatches, samples=-(-batch // own.microbatches), ending=own.ending,
+    trials = [Trial(microbatches=own.microbatches, samples=-(-batch // own.microbatches),
+                    ending=own.ending,
                     step_s=own.step_s, host_bytes=own.host_bytes, device_bytes=own.device_bytes)]
     upwards = [number for number in candidates if number > own.microbatches]
     while number := (next_microbatches(trials, candidates, limit) if any(t.is_whole for t in trials)
                      else next(iter(upwards[len(trials) - 1 :]), None)):
         print(told(trials[-1]), flush=True)
-        found = measure(command, Override(steps=steps, microbatches=number), folder / f"{number}", limit)
+        found = measure(command, Override(steps=steps, microbatches=number), folder / f"{number}",
+                        limit)
         trials.append(Trial(microbatches=number, samples=-(-batch // number), ending=found.ending,
                             step_s=found.step_s, host_bytes=found.host_bytes,
                             device_bytes=found.device_bytes))
@@ -166,7 +172,8 @@ def show(trials: Sequence[Trial], candidates: Sequence[int], workers: int, limit
     from rich.text import Text
 
     table = Table(title="one worker, one global batch", title_justify="left")
-    for heading in ("microbatches", "samples", "s a step", "samples/s", "memory", "on the GPU", ""):
+    for heading in ("micro-\nbatches", "samples", "s a step", "samples/s", "memory", "on the GPU",
+                    ""):
         table.add_column(heading, justify="left" if not heading else "right")
     for trial in sorted(trials, key=lambda trial: -trial.microbatches):
         batch = trial.samples * trial.microbatches
@@ -190,6 +197,6 @@ def show(trials: Sequence[Trial], candidates: Sequence[int], workers: int, limit
               "global_batch.")
         return
     largest = max((trial for trial in trials if trial.is_whole), key=lambda trial: trial.samples)
-    print(f"Recommended for {workers} workers: microbatches={best.microbatches} ({best.samples} samples each). "
-          f"The largest micro-batch that has run has {largest.samples} samples.")
+    print(f"Recommended for {workers} workers: microbatches={best.microbatches} ({best.samples} "
+          f"samples each). The largest micro-batch that has run has {largest.samples} samples.")
     print(BATCH_NORM)

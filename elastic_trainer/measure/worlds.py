@@ -48,8 +48,8 @@ class Ran:
 
 def ours(command: Sequence[str], case: Case, steps: int, microbatches: int, folder: Path,
          timeline: bool = False) -> Ran:
-    """Run a script with the reducer and the number of workers of a case. `microbatches` is 0 for the
-    script's. Raises ConfigError if it fails."""
+    """Run a script with the reducer and the number of workers of a case. `microbatches` is 0 for
+    the script's. Raises ConfigError if it fails."""
     name = f"{case.arm}-{case.workers}-{case.scale}" + ("-timeline" if timeline else "")
     shutil.rmtree(folder / name, ignore_errors=True)
     override = Override(steps=steps + WARM_UP_STEPS, microbatches=microbatches, scale=case.scale)

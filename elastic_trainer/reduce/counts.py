@@ -134,8 +134,8 @@ def _encoded(sums: Sequence[int]) -> list[float]:
             rest >>= LIMB_BITS
         if rest:
             raise RuntimeError(
-                f"what the micro-batches of a worker have logged in a step adds up to {total:.1e} or "
-                f"more, which is too large. Use numbers whose sum is under {LARGEST:.1e}.")
+                f"what the micro-batches of a worker have logged in a step adds up to {total:.1e} "
+                f"or more, which is too large. Use numbers whose sum is under {LARGEST:.1e}.")
     return [*elements, float(sums[2])]
 
 

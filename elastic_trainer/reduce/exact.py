@@ -3,16 +3,16 @@
 flat buffers of my micro-batches → here (alltoall, allgather) → reduced flat buffers
 
 What always holds:
-1. Sums are taken in the order of a fixed binary tree over the micro-batches. Floating-point addition is
-   commutative, so the tree fixes every bit.
+1. Sums are taken in the order of a fixed binary tree over the micro-batches. Floating-point
+   addition is commutative, so the tree fixes every bit.
 2. Each worker adds the aligned subtrees that it owns. An alltoall sends each worker its slice of
    all subtree sums, each worker finishes the tree for its slice, and an allgather returns the
    result.
 3. A worker that has run no micro-batch takes part in all collectives.
 
-Why not fixed point: it needs an exponent that is agreed before the first micro-batch is done, so a second
-pass, or the exponent of the last step. The tree sends as many bytes as a ring for one subtree per
-worker, and keeps the precision of 32-bit floats.
+Why not fixed point: it needs an exponent that is agreed before the first micro-batch is done, so a
+second pass, or the exponent of the last step. The tree sends as many bytes as a ring for one
+subtree per worker, and keeps the precision of 32-bit floats.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class ExactReducer:
 
     def lay_out(self, trained: Sequence[bool],
                 buffers: dict[str, torch.Tensor] | None = None) -> None:
-        """Train another set of parameters from this micro-batch on. No micro-batch of the step was run yet."""
+        """Train another set of parameters from this micro-batch on. No micro-batch of the step was
+        run yet."""
         assert self.flat.microbatches_run == 0
         self._spare, self._leaf_open = [], False
         self.flat.lay_out(trained, buffers)
@@ -138,7 +139,8 @@ class ExactReducer:
     def finish(self, world: Collectives) -> None:
         """Finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker.
 
-        Raises SetsDiffer, on all workers alike, if their micro-batches trained different parameters.
+        Raises SetsDiffer, on all workers alike, if their micro-batches trained different
+        parameters.
         """
         if world.size == 1:
             result = self._stack[0][2]
@@ -175,7 +177,8 @@ class ExactReducer:
             self._spare = []
 
     def _send(self, world: Collectives, dtype: torch.dtype) -> Any:
-        """Start to send the sums of my subtrees. A worker that has run no micro-batch sends nothing."""
+        """Start to send the sums of my subtrees. A worker that has run no micro-batch sends
+        nothing."""
         slice_ = -(-self.flat.layout.lengths[dtype] // world.size)
         mine = [sums[dtype][:slice_ * world.size]
                 for _, _, sums in self._stack] if self.flat.microbatches_run else []
@@ -191,8 +194,8 @@ class ExactReducer:
 
     def _exchanged(self, world: Collectives, dtype: torch.dtype,
                    handle: Any) -> torch.Tensor | None:
-        """Return the sum over all micro-batches; None on all workers if their buffers do not have the same
-        length.
+        """Return the sum over all micro-batches; None on all workers if their buffers do not have
+        the same length.
 
         A worker that has run no micro-batch takes the length from what it receives.
         """
@@ -217,8 +220,8 @@ def _suffix(dtype: torch.dtype) -> str:
 
 
 def tree_sum(pieces: dict[tuple[int, int], torch.Tensor], microbatches: int) -> torch.Tensor:
-    """Add the sums of subtrees, given by their ranges of micro-batches, up to the root of the fixed tree.
-    Changes them."""
+    """Add the sums of subtrees, given by their ranges of micro-batches, up to the root of the fixed
+    tree. Changes them."""
     span = 1
     while span < microbatches:
         span *= 2

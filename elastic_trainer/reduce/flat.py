@@ -11,9 +11,9 @@ What always holds:
    in the same collectives.
 2. What is known before the backward pass has the same length on all workers. So `ring` learns from
    it whether the gradients have the same length, too.
-3. The counts say in how many micro-batches each parameter of the model was to be trained, and in how many
-   it got a gradient. From them follows whether all micro-batches trained the same parameters, and which
-   parameters no micro-batch has used.
+3. The counts say in how many micro-batches each parameter of the model was to be trained, and in
+   how many it got a gradient. From them follows whether all micro-batches trained the same
+   parameters, and which parameters no micro-batch has used.
 4. In the modes, the worker that has run the step's first micro-batch marks the modules whose mode
    (train or eval) that micro-batch has changed. One more mark tells what it has done to plain
    attributes. All others add zeros.
@@ -150,24 +150,26 @@ class Flat:
     def _front(self, start: int, stop: int) -> torch.Tensor:
         return self.sums[torch.float32][start:stop]
 
-    # --- one micro-batch --------------------------------------------------------------------------------
+    # --- one micro-batch
+    # --------------------------------------------------------------------------------
 
     def add_statistics(self, weight: float, loss: torch.Tensor, before: dict[str, torch.Tensor],
                        after: dict[str, torch.Tensor], *, is_sum: bool = False) -> None:
-        """Count one micro-batch, and add its loss and its changes of the buffers, weighted: all that is
-        known before its backward pass. A loss that `is_sum` gets no weight."""
+        """Count one micro-batch, and add its loss and its changes of the buffers, weighted: all
+        that is known before its backward pass. A loss that `is_sum` gets no weight."""
         self._front(0, self.layout.statistics_start).add_(self._one_run)
         self.statistics.add(self._statistics(), weight, loss, before, after, is_sum)
 
     def close_microbatch(self) -> None:
-        """Count a micro-batch whose backward pass is done. Raises GradientsWritten, ParametersWritten."""
+        """Count a micro-batch whose backward pass is done. Raises GradientsWritten,
+        ParametersWritten."""
         used = self.gradients.close()
         self._front(self.layout.early_stop, self.layout.tally_start).add_(self._counts_where(used))
         self.microbatches_run += 1
 
     def _counts_where(self, used: list[int]) -> torch.Tensor:
-        """Return what a micro-batch adds to the counts. It is kept: micro-batches mostly use the same
-        parameters."""
+        """Return what a micro-batch adds to the counts. It is kept: micro-batches mostly use the
+        same parameters."""
         if self._used_in_one is None or self._used_in_one[0] != used:
             counts = [0.0] * len(self.gradients.everyone)
             for number, is_used in zip(self.layout.members, used, strict=True):
@@ -176,7 +178,8 @@ class Flat:
         return self._used_in_one[1]
 
     def add_tally(self, sums: Sums) -> None:
-        """Add what this worker's micro-batches have counted and logged to the sums that it sends."""
+        """Add what this worker's micro-batches have counted and logged to the sums that it
+        sends."""
         if self.tally.size:
             elements = torch.tensor(self.tally.elements(), device=self.device)
             layout = self.layout
@@ -192,33 +195,37 @@ class Flat:
     # --- what the reduced sums say ----------------------------------------------------------------
 
     def agreed(self, head: torch.Tensor) -> list[bool]:
-        """Return which parameters all micro-batches of the step were to train. Raises SetsDiffer if it was
-        not one set."""
+        """Return which parameters all micro-batches of the step were to train. Raises SetsDiffer if
+        it was not one set."""
         run, *counts = head[: self.layout.statistics_start].tolist()
         if any(count not in (0.0, run) for count in counts):
             raise SetsDiffer
         return [count > 0 for count in counts]
 
     def hand_out(self) -> None:
-        """Give each parameter its summed gradient, and None to those that no micro-batch has used."""
+        """Give each parameter its summed gradient, and None to those that no micro-batch has
+        used."""
         used = self._front(self.layout.early_stop, self.layout.tally_start)
         self.gradients.hand_out(used.tolist())
 
     def tallied(self) -> dict[str, tuple[float, float]]:
-        """Return what all micro-batches of the step have counted and logged, by name: total and weight."""
+        """Return what all micro-batches of the step have counted and logged, by name: total and
+        weight."""
         if not self.tally.size:
             return {}
         elements = self._front(self.layout.tally_start, self.layout.modes_start)
         return read(self.tally.names, elements.tolist())
 
     def modes_changed(self) -> list[int]:
-        """Return the numbers of the modules whose modes the step's first micro-batch has changed."""
+        """Return the numbers of the modules whose modes the step's first micro-batch has
+        changed."""
         marks: list[int] = self._front(
             self.layout.modes_start, self.layout.head_stop - 1).nonzero().flatten().tolist()
         return marks
 
     def mark_of_attributes(self) -> int:
-        """Return what the step's first micro-batch has done to plain attributes (attributes_moved.py)."""
+        """Return what the step's first micro-batch has done to plain attributes
+        (attributes_moved.py)."""
         return int(self._front(self.layout.head_stop - 1, self.layout.head_stop))
 
     def counted(self) -> float:
@@ -240,8 +247,8 @@ class Flat:
         return float(self._statistics()[0]) / (self.counted() or 1.0)
 
     def changed_buffers(self) -> list[str]:
-        """Return the buffers without a rule that several micro-batches of the step could change, and one
-        has."""
+        """Return the buffers without a rule that several micro-batches of the step could change,
+        and one has."""
         found = self.statistics.changed(self._statistics())
         return found if found and float(self.sums[torch.float32][0]) > 1 else []
 

@@ -6,14 +6,15 @@ What always holds:
 1. `.grad` of every trained parameter is a view of a flat buffer: autograd adds into it in place,
    so nothing is copied before the network. The gradient of a 16-bit parameter is summed in 32 bits
    and copied.
-2. The gradient of a micro-batch is what plain PyTorch leaves in `.grad` for that micro-batch alone. If the
-   user's code writes to `.grad` (`zero_grad()`, a backward pass of its own, a hook), the views
-   cannot hold it. Then `isolates` is set: each micro-batch starts with `.grad = None`, and what it leaves
-   is added to the sums. Both ways give the same bits, so workers need not agree on one. A sparse
-   gradient is isolated, too: autograd would add each of its rows to the sum of the micro-batch before.
-3. Between a micro-batch's backward pass and its end nothing may write to `.grad`: it would change a part
-   of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). Behind a step the gradient
-   is applied, so clipping it there has no effect. Both raise.
+2. The gradient of a micro-batch is what plain PyTorch leaves in `.grad` for that micro-batch alone.
+   If the user's code writes to `.grad` (`zero_grad()`, a backward pass of its own, a hook), the
+   views cannot hold it. Then `isolates` is set: each micro-batch starts with `.grad = None`, and
+   what it leaves is added to the sums. Both ways give the same bits, so workers need not agree on
+   one. A sparse gradient is isolated, too: autograd would add each of its rows to the sum of the
+   micro-batch before.
+3. Between a micro-batch's backward pass and its end nothing may write to `.grad`: it would change a
+   part of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). Behind a step the
+   gradient is applied, so clipping it there has no effect. Both raise.
 4. The optimizer gets None for a parameter that no micro-batch has used, as in plain PyTorch.
 
 A write to `.grad` is seen by the version of its view (`.data` has a version of its own), which
@@ -33,8 +34,8 @@ from elastic_trainer.state.supported import parameters_stay
 
 
 class GradientsWritten(Exception):
-    """The user's code has written to `.grad` of flat buffers that several micro-batches share. Run the
-    step isolated."""
+    """The user's code has written to `.grad` of flat buffers that several micro-batches share. Run
+    the step isolated."""
 
 
 class ParametersWritten(RuntimeError):
@@ -51,8 +52,8 @@ SHRUNK = 16
 """The number of elements that must have become smaller, and none larger, to count as clipped."""
 WRITTEN_BEHIND = (
     "something has changed .grad behind the backward pass of a batch (clip_grad_norm_, zero_grad, "
-    "unscale_, another backward pass). A batch is one micro-batch of the step, so its gradient is only a "
-    f"part. {CLIP} Run other backward passes before it, or add the losses.")
+    "unscale_, another backward pass). A batch is one micro-batch of the step, so its gradient is "
+    f"only a part. {CLIP} Run other backward passes before it, or add the losses.")
 CLIPPED_BEHIND = (
     "the gradient was clipped or scaled behind the inner loop, where it has no effect: the step is "
     f"applied already. {CLIP} For backward passes of your own there, use torch.autograd.grad.")
@@ -68,8 +69,8 @@ class Gradients:
         self.sparse: dict[str, int] = {}
         """The parameters with a sparse gradient in the warm-up, and the bytes of their sums."""
         self._left = list[tuple[torch.Tensor | None, int]]()
-        """What the backward pass of a micro-batch has left in `.grad`, with the versions, where a later
-        write would not be seen otherwise."""
+        """What the backward pass of a micro-batch has left in `.grad`, with the versions, where a
+        later write would not be seen otherwise."""
         self._applied: tuple[torch.Tensor, int, torch.Tensor] | None = None
         """Of the last step that was applied: a gradient, its version, and its first elements."""
 
@@ -98,7 +99,8 @@ class Gradients:
                 parameter.grad = view if parameter.dtype == view.dtype else None
 
     def hand_out(self, used: Sequence[float]) -> None:
-        """Set `.grad` to the sum for each parameter that some micro-batch has used, else to None."""
+        """Set `.grad` to the sum for each parameter that some micro-batch has used, else to
+        None."""
         views = dict(zip(self.members, self._views, strict=True))
         for number, parameter in enumerate(self.everyone):
             gradient = views[number] if used[number] else None
@@ -115,7 +117,8 @@ class Gradients:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
 
-    # --- one micro-batch --------------------------------------------------------------------------------
+    # --- one micro-batch
+    # --------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Prepare `.grad` for a micro-batch's forward pass."""
@@ -132,7 +135,8 @@ class Gradients:
         return [(p._version, p.data_ptr()) for p in self.everyone]
 
     def check_parameters(self) -> None:
-        """Raise ParametersWritten if a parameter was changed in place since the micro-batch was opened.
+        """Raise ParametersWritten if a parameter was changed in place since the micro-batch was
+        opened.
 
         No version counts a write to `.data`. The warm-up finds those by the values.
         """
@@ -150,8 +154,8 @@ class Gradients:
             raise GradientsWritten
 
     def _additions(self) -> list[int]:
-        """Return how often each gradient was written to since the micro-batch was opened; -1: another
-        tensor is in its place."""
+        """Return how often each gradient was written to since the micro-batch was opened; -1:
+        another tensor is in its place."""
         return [int(parameter.grad is not None) if is_narrow
                 else view._version - counted if parameter.grad is view else -1
                 for parameter, view, counted, is_narrow in zip(
@@ -160,15 +164,16 @@ class Gradients:
     def note_left(self) -> None:
         """Note what the backward pass of a micro-batch has left in `.grad` (rule 3).
 
-        Not in the views: there a later write counts as a second addition, after which the micro-batch is
-        run again, isolated. So this costs the usual step nothing.
+        Not in the views: there a later write counts as a second addition, after which the
+        micro-batch is run again, isolated. So this costs the usual step nothing.
         """
         if self.isolates or any(self.narrow):
             self._left = [(gradient := parameter.grad, _version(gradient))
                           for parameter in self.parameters]
 
     def _check_left(self) -> None:
-        """Raise RuntimeError if `.grad` was written to since the backward pass of the micro-batch."""
+        """Raise RuntimeError if `.grad` was written to since the backward pass of the
+        micro-batch."""
         left, self._left = self._left, []
         if left and not all(parameter.grad is gradient and _version(gradient) == version
                             for parameter, (gradient, version)
@@ -198,7 +203,8 @@ class Gradients:
             raise GradientsWritten
 
     def weigh_rest(self, weight: float) -> None:
-        """Give what the user's own backward passes have left in `.grad` the weight of the micro-batch."""
+        """Give what the user's own backward passes have left in `.grad` the weight of the
+        micro-batch."""
         for parameter in self.parameters if self.isolates and weight != 1 else ():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach() * weight
@@ -207,8 +213,8 @@ class Gradients:
         """End a micro-batch; returns which of the trained parameters have got a gradient.
 
         Raises GradientsWritten if its backward pass, or code behind it, wrote more than one sum,
-        ParametersWritten, and RuntimeError if `.grad` of an isolated micro-batch was written to behind
-        the backward pass.
+        ParametersWritten, and RuntimeError if `.grad` of an isolated micro-batch was written to
+        behind the backward pass.
         """
         self.check_parameters()
         self._check_left()

@@ -12,8 +12,8 @@ forward/backward of my micro-batches → here → vote → apply
 What always holds:
 1. The gradients of a step are summed in place, in the buffers that autograd adds them to.
 2. What lies in front of the gradients follows the same rules as the gradients.
-3. Weights of micro-batches are micro-batch / batch, so the result is the gradient of the mean over the global
-   batch.
+3. Weights of micro-batches are micro-batch / batch, so the result is the gradient of the mean over
+   the global batch.
 4. Nothing that outlives the step changes in here.
 
 What it does not do: sparse gradients (they are added densely).
@@ -53,10 +53,12 @@ class Reducer(Protocol):
 
     def lay_out(self, trained: Sequence[bool],
                 buffers: dict[str, torch.Tensor] | None = None) -> None:
-        """Train another set of parameters from this micro-batch on. No micro-batch of the step was run yet."""
+        """Train another set of parameters from this micro-batch on. No micro-batch of the step was
+        run yet."""
 
     def overlap(self, world: Collectives) -> None:
-        """Let the last micro-batch's backward pass, which comes next, start the network if it can."""
+        """Let the last micro-batch's backward pass, which comes next, start the network if it
+        can."""
 
     def has_sent(self) -> bool:
         """True if other workers hold a part of this step already."""
@@ -70,5 +72,6 @@ class Reducer(Protocol):
     def finish(self, world: Collectives) -> None:
         """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker.
 
-        Raises SetsDiffer, on all workers alike, if their micro-batches trained different parameters.
+        Raises SetsDiffer, on all workers alike, if their micro-batches trained different
+        parameters.
         """

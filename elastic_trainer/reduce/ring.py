@@ -107,7 +107,8 @@ class RingReducer:
 
     def lay_out(self, trained: Sequence[bool],
                 buffers: dict[str, torch.Tensor] | None = None) -> None:
-        """Train another set of parameters from this micro-batch on. No micro-batch of the step was run yet."""
+        """Train another set of parameters from this micro-batch on. No micro-batch of the step was
+        run yet."""
         assert self.flat.microbatches_run == 0
         self.flat.lay_out(trained, buffers)
         self._plan()
@@ -169,7 +170,8 @@ class RingReducer:
     def finish(self, world: Collectives) -> None:
         """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker.
 
-        Raises SetsDiffer, on all workers alike, if their micro-batches trained different parameters.
+        Raises SetsDiffer, on all workers alike, if their micro-batches trained different
+        parameters.
         """
         if world.size == 1:
             self.flat.agreed(self.flat.sums[torch.float32])
@@ -193,7 +195,8 @@ class RingReducer:
         self._started = {}
 
     def _follow(self, trained: list[bool], early: torch.Tensor) -> None:
-        """Have buffers for what the others train: this worker has run no micro-batch, and sends zeros."""
+        """Have buffers for what the others train: this worker has run no micro-batch, and sends
+        zeros."""
         if trained != self.flat.trained:
             self.flat.gradients.adopt(trained)
             self.lay_out(trained)

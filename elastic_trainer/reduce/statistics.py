@@ -1,14 +1,15 @@
 """The loss, and what the forward passes have changed in the model's buffers (BatchNorm).
 
-a micro-batch's loss and buffers → here → in front of the gradients → reducer → here → the model's buffers
+a micro-batch's loss and buffers → here → in front of the gradients → reducer → here → the model's
+buffers
 
 What always holds:
-1. Each micro-batch starts with the buffers of the step's begin. The step adds to those with the rule
-   "mean" (buffer_rules.py) the weighted mean over micro-batches of (after - before).
+1. Each micro-batch starts with the buffers of the step's begin. The step adds to those with the
+   rule "mean" (buffer_rules.py) the weighted mean over micro-batches of (after - before).
 2. A buffer of whole numbers is rounded, and one of truth values takes the value of more than half
    of the batch.
 3. A mark (an infinite value, NaN, or one of 1e30) stands for "none yet". No difference to it has a
-   digit of the value, so there the sum over the micro-batches is the mean of the values themselves.
+   digit of the value, so there the sum over the microbatches is the mean of the values themselves.
 4. Of a buffer without a rule only whether it has changed is counted.
 
 What it does not do: buffers of 64-bit floats keep 32 bits of their change.
@@ -25,8 +26,8 @@ MARK = 1e30
 """A buffer's value from this size on, or from the largest of its type on, is a mark (rule 3)."""
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_CHANGE = 2.0**22
-"""The most by which a whole number changes in a step: up to here the mean over micro-batches is exact when
-it is rounded."""
+"""The most by which a whole number changes in a step: up to here the mean over micro-batches is
+exact when it is rounded."""
 
 
 class Statistics:
@@ -54,8 +55,8 @@ class Statistics:
     def add(self, sums: torch.Tensor, weight: float, loss: torch.Tensor,
             before: dict[str, torch.Tensor], after: dict[str, torch.Tensor],
             is_sum: bool) -> None:
-        """Add a micro-batch's loss and changes of the buffers, weighted. A loss that `is_sum` gets no
-        weight."""
+        """Add a micro-batch's loss and changes of the buffers, weighted. A loss that `is_sum` gets
+        no weight."""
         marked = self.find_marks(before)
         sums[0] += loss.detach().reshape(()).to(sums.device, torch.float32) * (
             1.0 if is_sum else weight)
@@ -76,7 +77,8 @@ class Statistics:
             at += 1
 
     def changed(self, sums: torch.Tensor) -> list[str]:
-        """Return the buffers without a rule that micro-batches have changed. On a GPU this waits."""
+        """Return the buffers without a rule that micro-batches have changed. On a GPU this
+        waits."""
         counts = sums[self._counts_start :].tolist() if self._watched else []
         return [name for name, count in zip(self._watched, counts, strict=True) if count]
 
@@ -142,7 +144,7 @@ def _is_mark(values: torch.Tensor) -> torch.Tensor:
 
 
 def _with_marks(was: torch.Tensor, change: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
-    """Return a buffer's new values: where it had a mark, the sum over the micro-batches is the mean
+    """Return a buffer's new values: where it had a mark, the sum over the microbatches is the mean
     itself."""
     # The mean of marks is the mark, whatever was rounded; the sign tells inf from -inf.
     stays = (change.abs() >= 0.999 * was.abs().to(change.dtype)) & (change.sign() == was.sign())

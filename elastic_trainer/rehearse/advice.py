@@ -158,7 +158,8 @@ class Planner:
         self.fleet, self.policy = fleet, policy
         self.every = every
         """The policy's interval of checkpoints, as the user writes it."""
-        self.costs = costs if costs.microbatches else replace(costs, microbatches=policy.microbatches)
+        self.costs = (costs if costs.microbatches
+                      else replace(costs, microbatches=policy.microbatches))
         self.seconds, self.seeds = seconds, range(seeds)
         self._drawn: dict[Fleet, list[Drawn]] = {}
         self._worlds: dict[tuple[Fleet, bool], list[World]] = {}
@@ -213,7 +214,8 @@ class Planner:
         given, batch = self.policy.microbatches, self.costs.batch
         found = [given, *microbatches_for(self.fleet.hosts, batch if batch > 1 else None)]
         return Question(name="microbatches", choices=tuple(
-            self.choice(count(microbatches, "microbatch"), policy=replace(self.policy, microbatches=microbatches),
+            self.choice(str(microbatches),
+                        policy=replace(self.policy, microbatches=microbatches),
                         is_given=microbatches == given) for microbatches in dict.fromkeys(found)))
 
     def _standbys(self) -> Question:
@@ -256,8 +258,9 @@ class Planner:
 
 
 def microbatches_for(hosts: int, batch: int | None) -> list[int]:
-    """Return the numbers of micro-batches that are worth a look: multiples of the hosts, and of 95 % of
-    them, so that a few losses leave no worker with one micro-batch more; at most one for each sample."""
+    """Return the numbers of micro-batches that are worth a look: multiples of the hosts, and of 95
+    % of them, so that a few losses leave no worker with one micro-batch more; at most one for each
+    sample."""
     few = max(1, int(0.95 * hosts))
     found = {times * count for times in (1, 2, 4, 8) for count in (few, hosts)}
     return sorted({number if batch is None else min(number, batch) for number in found})

@@ -4,7 +4,8 @@ event log → here → model (a fleet without processes)
 
 What always holds:
 1. A cost that the log does not show has its default, and `measured` does not name it.
-2. The time of a step is `fixed_s` and, for each micro-batch of the worker with the most, `microbatch_s`.
+2. The time of a step is `fixed_s` and, for each micro-batch of the worker with the most,
+   `microbatch_s`.
 
 What it does not do: guess how pauses grow with the world. `grow_s` is an estimate, see its
 sentence.
@@ -66,13 +67,15 @@ class Costs:
     publish_s: Seconds = (5.0,)
     """From the copy to the record in the store."""
     fixed_s: float = 0.0
-    """The part of a step that does not depend on the micro-batches of a worker: reduce, vote, apply."""
+    """The part of a step that does not depend on the micro-batches of a worker: reduce, vote,
+    apply."""
     microbatch_s: float = 1.0
     """The time of one micro-batch. The default is none: a step of one micro-batch takes 1 s."""
     between_s: float = 0.0
     """The time between two steps: the user's code, evaluations."""
     microbatches: int = 0
-    """The number of micro-batches of the measured run; 0: microbatch_s is that of the planned number."""
+    """The number of micro-batches of the measured run; 0: microbatch_s is that of the planned
+    number."""
     batch: int = 1
     """Samples of a step."""
     interval: str = ""
@@ -215,7 +218,8 @@ class _Log:
                 for name, key in (("checkpoint_s", "pause_s"), ("publish_s", "duration_s")):
                     self.seen[name].append(float(event.get(key) or 0.0))
             case "job.described":
-                self.microbatches, self.batch = int(event["microbatches"]), int(event["global_batch"])
+                self.microbatches = int(event["microbatches"])
+                self.batch = int(event["global_batch"])
                 self.every = str(event.get("checkpoint_every", ""))
 
     def _begin(self) -> None:
@@ -305,13 +309,14 @@ def read_costs(run_dirs: Sequence[Path]) -> Costs:
         known.add((costs.microbatches, costs.batch))
         events.append(Reader(run_dir).events(to_the_end=True))
     if len(known) > 1:
-        raise ConfigError(f"--costs names runs with {sorted(known)} micro-batches and samples of a step. "
-                          f"Name runs of one script with the same options.")
+        raise ConfigError(f"--costs names runs with {sorted(known)} micro-batches and samples of a "
+                          "step. Name runs of one script with the same options.")
     return costs if len(events) == 1 else costs_of(chain.from_iterable(events))
 
 
 def fitted(steps: Mapping[int, Sequence[float]], microbatches: int) -> tuple[float, float]:
-    """Return the fixed time of a step and the time of a micro-batch: least squares, neither negative.
+    """Return the fixed time of a step and the time of a micro-batch: least squares, neither
+    negative.
 
     With one number of micro-batches for each worker all of a step is the time of its micro-batches.
     """

@@ -186,16 +186,16 @@ def forecast(result: Mapping[str, Any], speed: float, empty_s: float = 0.0) -> f
 
 
 def larger(played: Played) -> str:
-    """Return the options by which `plan` rehearses a larger fleet. With the micro-batches of the rehearsal
-    most of its hosts would have no work."""
+    """Return the options by which `plan` rehearses a larger fleet. With the micro-batches of the
+    rehearsal most of its hosts would have no work."""
     return (f"--hosts {LARGER_HOSTS} {work_for(LARGER_HOSTS, played.microbatches, played.batch)} "
             f"--storm rate=12/h,bulk=0.4")
 
 
 def work_for(hosts: int, microbatches: int, batch: int) -> str:
-    """Return the options that give each host 4 micro-batches, of as many samples as those of a batch of
-    `batch` samples in `microbatches` micro-batches."""
-    return f"--micro-batches {4 * hosts} --batch {4 * hosts * batch // microbatches}"
+    """Return the options that give each host 4 micro-batches, of as many samples as those of a
+    batch of `batch` samples in `microbatches` micro-batches."""
+    return f"--microbatches {4 * hosts} --batch {4 * hosts * batch // microbatches}"
 
 
 def cost_of_useful_hour(mean_hosts: float, goodput: float, price: float) -> float:

@@ -66,9 +66,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="take the costs from the event log of a run or a replay; repeat it for several")
     add("--cost", action="append", default=[], metavar="NAME=NUMBER",
         help="set one cost, e.g. loss_s=0.5; repeat it for several")
-    add("--microbatches", type=int, help="parts of the batch (default: the run's, or 4 for each host)")
+    add("--microbatches", type=int, help="parts of the batch (default: the run's, or 4 for each "
+                                         "host)")
     add("--batch", type=int, metavar="SAMPLES",
-        help="samples of a step (default: the run's); a micro-batch takes as long as it has samples")
+        help="samples of a step (default: the run's); a micro-batch takes as long as it has "
+             "samples")
     add("--checkpoint-every", help="as in train(), 0: only the last (default: the run's or auto)")
     add("--no-standby", action="store_true", help="hosts have no standby")
     add("--np", type=int, help="workers to begin with, as in run (default: all hosts)")
@@ -82,8 +84,8 @@ def run(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="elastic-trainer plan", allow_abbrev=False,
         description="Rehearse a run on a fleet without processes: which checkpoint interval, "
-                    "how many micro-batches, standbys and spare hosts, which pools, and what goodput and "
-                    "price to expect.")
+                    "how many micro-batches, standbys and spare hosts, which pools, and what "
+                    "goodput and price to expect.")
     add_options(parser)
     options = parser.parse_args(argv)
     began, began_cpu = time.perf_counter(), time.process_time()
@@ -285,6 +287,6 @@ def sentences(planner: Planner, forecast: Choice, questions: Sequence[Question],
         lines.append(f"Pauses of more than {MEASURED_WORLD} workers were never measured: each "
                      f"worker adds {costs.grow_s:g} s (--cost grow_s=…).")
     if costs.microbatches != planner.policy.microbatches or len(questions[1].choices) > 1:
-        lines.append("A micro-batch of half the samples is taken to need half the time; `elastic-trainer "
-                     "tune` measures it.")
+        lines.append("A micro-batch of half the samples is taken to need half the time; "
+                     "`elastic-trainer tune` measures it.")
     return [*lines, f"Rehearsed in {took_s:.1f} s."]

@@ -22,8 +22,8 @@ def fact_of(schedule: Schedule) -> str:
     """Return where the smallest micro-batch of a run comes from."""
     samples = schedule.smallest_microbatch
     if samples == schedule.global_batch // schedule.microbatches:
-        return (f"global_batch {schedule.global_batch} in {schedule.microbatches} micro-batches gives micro-batches of "
-                f"{_counted(samples)}")
+        return (f"global_batch {schedule.global_batch} in {schedule.microbatches} micro-batches "
+                f"gives micro-batches of {_counted(samples)}")
     left = schedule.dataset_size % schedule.global_batch
     return f"The last step of each epoch has {_counted(left)}, its smallest micro-batch {samples}"
 
@@ -46,7 +46,8 @@ def remedy_for(schedule: Schedule, needed: int) -> str:
 
 
 def _first(schedule: Schedule, needed: int, name: str, values: Iterable[Any]) -> str:
-    """Return the first value of an option with which all micro-batches are large enough; "": none."""
+    """Return the first value of an option with which all micro-batches are large enough; "":
+    none."""
     # With other numbers, min_microbatch_samples of a model with BatchNorm is 2 again (job.py).
     is_too_small = schedule.global_batch < needed * schedule.microbatches
     more = {"min_microbatch_samples": needed} if is_too_small else {}

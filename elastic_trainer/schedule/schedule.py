@@ -6,13 +6,13 @@ verify (what was computed)
 What always holds:
 1. Everything follows from the job's numbers and `step`. Nothing is remembered, so nothing has to be
    saved.
-2. Batch, micro-batches, seeds and learning rate do not depend on the fleet. The fleet only decides which
-   worker owns which micro-batch.
-3. Every position of an epoch is in exactly one micro-batch of one step. The last batch of an epoch has
-   the positions that are left. With `drop_last` it is not trained. The order gives each position
-   its sample.
-4. Memory is O(1) in the dataset and O(micro-batch) in the answer. The end of an epoch costs as much as
-   its start.
+2. Batch, micro-batches, seeds and learning rate do not depend on the fleet. The fleet only decides
+   which worker owns which micro-batch.
+3. Every position of an epoch is in exactly one micro-batch of one step. The last batch of an epoch
+   has the positions that are left. With `drop_last` it is not trained. The order gives each
+   position its sample.
+4. Memory is O(1) in the dataset and O(micro-batch) in the answer. The end of an epoch costs as much
+   as its start.
 5. The bits are the same on every machine: seeds and digests use only integer operations on 64 bits.
    A change to one of them breaks every run that has a checkpoint, so the tests pin literal values.
 
@@ -49,8 +49,8 @@ class Schedule:
     global_batch: int
     """Samples per step, over all workers together. The same for every world size."""
     microbatches: int
-    """Parts of the global batch. A worker computes whole micro-batches, so this is the largest useful
-    world size."""
+    """Parts of the global batch. A worker computes whole micro-batches, so this is the largest
+    useful world size."""
     epochs: int | None = None
     """Passes over the dataset; None: as many as `max_steps` needs, or one without `max_steps`."""
     seed: int
@@ -62,8 +62,8 @@ class Schedule:
     order: Order = SHUFFLED
     """Which sample stands at each position."""
     min_microbatch_samples: int = 1
-    """The fewest samples of a micro-batch in an epoch's short last batch: then fewer micro-batches have
-    samples."""
+    """The fewest samples of a micro-batch in an epoch's short last batch: then fewer micro-batches
+    have samples."""
 
     def __post_init__(self) -> None:
         for key in ("dataset_size", "global_batch", "microbatches"):
@@ -80,14 +80,16 @@ class Schedule:
                 f"global_batch is {self.global_batch}. Use at most {MAX_GLOBAL_BATCH}.")
         if self.microbatches > self.global_batch:
             raise ConfigError(
-                f"micro-batches is {self.microbatches}, more than global_batch {self.global_batch}, so some "
-                f"would be empty at every step. Use at most {self.global_batch} micro-batches.")
+                f"microbatches is {self.microbatches}, more than global_batch "
+                f"{self.global_batch}, so some would be empty at every step. Use at most "
+                f"{self.global_batch} micro-batches.")
         _require_whole("min_microbatch_samples", self.min_microbatch_samples, 1)
         if self.min_microbatch_samples > self.global_batch // self.microbatches:
             raise ConfigError(
                 f"min_microbatch_samples is {self.min_microbatch_samples}, but global_batch "
                 f"{self.global_batch} in {self.microbatches} micro-batches gives some of them "
-                f"{self.global_batch // self.microbatches}. Use at most that, or fewer micro-batches.")
+                f"{self.global_batch // self.microbatches}. Use at most that, or fewer "
+                "micro-batches.")
         if self.drop_last and self.dataset_size < self.global_batch:
             raise ConfigError(
                 f"drop_last is True and dataset_size {self.dataset_size} is less than global_batch "
@@ -109,8 +111,8 @@ class Schedule:
 
     @property
     def merges(self) -> bool:
-        """True if `min_microbatch_samples` gives the short last batch fewer micro-batches than it would have
-        without it."""
+        """True if `min_microbatch_samples` gives the short last batch fewer micro-batches than it
+        would have without it."""
         left = self.dataset_size % self.global_batch
         return not self.drop_last and 0 < left and self._parts(left) < min(self.microbatches, left)
 
@@ -149,10 +151,10 @@ class Schedule:
         """Return the micro-batch's positions in its epoch's order: the batch, split as evenly as
         possible.
 
-        A short batch has fewer parts than micro-batches if the parts would be too small. The micro-batches with a
-        part are spread over all micro-batches, so that all workers have some.
+        A short batch has fewer parts than micro-batches if the parts would be too small. The
+        micro-batches with a part are spread over all micro-batches, so that all workers have some.
         """
-        assert 0 <= microbatch < self.microbatches, f"micro-batch {microbatch} of {self.microbatches}"
+        assert 0 <= microbatch < self.microbatches, (microbatch, self.microbatches)
         batch = self._batch_positions(step)
         parts = self._parts(len(batch))
         # The micro-batch has one part, or none.
@@ -161,7 +163,8 @@ class Schedule:
 
     def first_microbatch(self, step: int) -> int:
         """Return the first micro-batch of a step that has samples."""
-        return next(microbatch for microbatch in range(self.microbatches) if self.microbatch_positions(step, microbatch))
+        return next(microbatch for microbatch in range(self.microbatches)
+                    if self.microbatch_positions(step, microbatch))
 
     def microbatch_samples(self, step: int, microbatch: int) -> npt.NDArray[np.int64]:
         """Return the micro-batch's dataset indices, shape (samples,). May be empty in a short last
@@ -174,13 +177,13 @@ class Schedule:
         return len(self.microbatch_positions(step, microbatch)) / self.batch_size(step)
 
     def microbatch_seed(self, step: int, microbatch: int) -> int:
-        """Return the 63-bit seed of the random generators (dropout, augmentation) in one micro-batch of
-        one step."""
+        """Return the 63-bit seed of the random generators (dropout, augmentation) in one
+        micro-batch of one step."""
         return mix(_MICROBATCH_SEED, self.seed, step, microbatch) >> 1
 
     def batch_digest(self, step: int) -> int:
-        """Return the sum that the micro-batches' digests have if every sample of the step counts exactly
-        once."""
+        """Return the sum that the micro-batches' digests have if every sample of the step counts
+        exactly once."""
         return samples_digest(self._counted(step, self._batch_positions(step)))
 
     def microbatch_digest(self, step: int, microbatch: int, samples: npt.NDArray[np.int64]) -> int:
@@ -207,12 +210,13 @@ class Schedule:
     def _parts(self, samples: int) -> int:
         """Return the number of micro-batches into which a batch of this size is cut.
 
-        It is the largest number that leaves no micro-batch under `min_microbatch_samples`. No micro-batch is larger
-        than in a full batch, because a larger one may not fit the memory. This decides if no number
-        fits both, for example if one sample is left.
+        It is the largest number that leaves no micro-batch under `min_microbatch_samples`. No
+        micro-batch is larger than in a full batch, because a larger one may not fit the memory.
+        This decides if no number fits both, for example if one sample is left.
         """
         largest = -(-self.global_batch // self.microbatches)
-        return max(min(self.microbatches, samples // self.min_microbatch_samples), -(-samples // largest))
+        return max(min(self.microbatches, samples // self.min_microbatch_samples),
+                   -(-samples // largest))
 
     def _batch_positions(self, step: int) -> range:
         assert step >= 0, f"step {step}"
@@ -259,8 +263,8 @@ def _digested(samples: npt.NDArray[np.int64]) -> Words:
 
 
 def owned_microbatches(rank: int, size: int, microbatches: int) -> range:
-    """Return the micro-batches of one rank: ceil(micro-batches / size) neighbours; fewer or none for the last
-    ranks."""
+    """Return the micro-batches of one rank: ceil(micro-batches / size) neighbours; fewer or none
+    for the last ranks."""
     assert 0 <= rank < size, f"rank {rank} of {size}"
     each = -(-microbatches // size)
     return range(min(rank * each, microbatches), min((rank + 1) * each, microbatches))
@@ -272,10 +276,11 @@ def owner_of(microbatch: int, size: int, microbatches: int) -> int:
 
 
 def aligned_subtrees(owned: range, microbatches: int) -> list[range]:
-    """Cut `owned` into the fewest nodes of the fixed binary tree over range(micro-batches), left to right.
+    """Cut `owned` into the fewest nodes of the fixed binary tree over range(micro-batches), left to
+    right.
 
-    A node is range(k * 2**j, min((k + 1) * 2**j, micro-batches)): the tree over the next power of two,
-    without the leaves that are missing.
+    A node is range(k * 2**j, min((k + 1) * 2**j, micro-batches)): the tree over the next power of
+    two, without the leaves that are missing.
     """
     is_within = owned.step == 1 and 0 <= owned.start and owned.stop <= microbatches
     assert not owned or is_within, f"{owned}, {microbatches}"

@@ -245,8 +245,8 @@ class Account:
 def is_finished(run_dir: Path | None, steps: int) -> bool:
     """Return whether the run of this folder is finished, with these steps planned.
 
-    Then the loop yields no micro-batch to be tried. Otherwise the user's code would run behind a step
-    that does not exist.
+    Then the loop yields no micro-batch to be tried. Otherwise the user's code would run behind a
+    step that does not exist.
     """
     if run_dir is None:
         return False

@@ -8,9 +8,9 @@ What always holds:
    begins. A worker that joins enters its inner loop, so what is copied has what the user's code
    does before that loop (model.train(), for example).
 2. While the user's code runs, what it changes is half changed. Then nothing is copied.
-3. The clock runs from a worker's first step on: in micro-batches, vote and apply, in the user's code, and
-   while the world changes. It does not run between two attempts. A ballot carries it (rank 0's), so
-   a worker that joins has the time of the last vote.
+3. The clock runs from a worker's first step on: in micro-batches, vote and apply, in the user's
+   code, and while the world changes. It does not run between two attempts. A ballot carries it
+   (rank 0's), so a worker that joins has the time of the last vote.
 4. A gradient that it clips is an error: the step is applied already.
 """
 

@@ -56,8 +56,8 @@ class StepEnd:
             self.state.restore()
             raise RuntimeError(
                 f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step "
-                f"{step}, so its mean over the micro-batches is not exact. Keep it in a float buffer, or "
-                f"change it {self.job.words.behind}.")
+                f"{step}, so its mean over the microbatches is not exact. Keep it in a float "
+                f"buffer, or change it {self.job.words.behind}.")
         if found := self.flat.changed_buffers():
             self.state.restore()
             raise RuntimeError(self.job.buffers.refusal(found, self.job.words.behind))
@@ -94,9 +94,9 @@ class StepEnd:
             return
         self.state.restore()
         raise RuntimeError(
-            f"{count[1]:.0f} of {run:.0f} micro-batches of step {step} gave a count, and the counts add "
-            f"up to {count[0]:g}. Call backward(loss_sum, count=n) for each batch, with n > 0 in "
-            f"one of them, or backward(loss) for each.")
+            f"{count[1]:.0f} of {run:.0f} micro-batches of step {step} gave a count, and the "
+            f"counts add up to {count[0]:g}. Call backward(loss_sum, count=n) for each batch, with "
+            "n > 0 in one of them, or backward(loss) for each.")
 
     @torch.no_grad()
     def apply(self, samples: int, digest: int, clock_ms: int = 0, finishes: int = 0) -> None:
@@ -129,8 +129,8 @@ class StepEnd:
         state.is_applying = False
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """Return the next values of the buffers whose rule needs the value of each micro-batch. Runs the
-        functions of gather()."""
+        """Return the next values of the buffers whose rule needs the value of each micro-batch.
+        Runs the functions of gather()."""
         buffers, rules = self.state.model_buffers, self.job.buffers
         if not buffers.left:
             return {}

@@ -1,12 +1,13 @@
 """Plain attributes that the code of a batch has changed: one value for all micro-batches of a step,
 or the user's error.
 
-attributes behind each micro-batch (state/module_attributes.py) → here → what the step ends with, on all
-workers
+attributes behind each micro-batch (state/module_attributes.py) → here → what the step ends with, on
+all workers
 
 What always holds:
-1. What a step's first micro-batch has left is what each other micro-batch has left, on every worker. A micro-batch
-   begins with the attributes that the worker's last one has left, so a counter is found.
+1. What a step's first micro-batch has left is what each other micro-batch has left, on every
+   worker. A micro-batch begins with the attributes that the worker's last one has left, so a
+   counter is found.
 2. All workers hold these values before the vote. So a worker that rolls the step forward has them.
 3. A size that follows from the batch is found in the warm-up: the same batch leaves it again, and
    another batch leaves another one. It is not followed, and no error: many models keep the length
@@ -64,8 +65,8 @@ class Moved:
             self.mark = MOVED if moved else SAME
 
     def share(self, mark: int, from_first: Callable[[str], str]) -> None:
-        """Give all workers what the step's first micro-batch has left, by its mark. Raises RuntimeError
-        if micro-batches of this worker have left something else.
+        """Give all workers what the step's first micro-batch has left, by its mark. Raises
+        RuntimeError if micro-batches of this worker have left something else.
 
         Network, if it has changed attributes: one allgather of these values.
         """

@@ -1,10 +1,10 @@
-"""Whether a micro-batch has one result, whatever was computed before it: nothing is carried from one
-batch to the next.
+"""Whether a micro-batch has one result, whatever was computed before it: nothing is carried from
+one batch to the next.
 
 warm-up (one micro-batch, again, another one, the first one again) → here → the user's error
 
-What it does not do: find a value that changes no result of these micro-batches (a counter that acts every
-tenth batch).
+What it does not do: find a value that changes no result of these micro-batches (a counter that acts
+every tenth batch).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Tried(NamedTuple):
 
 
 def another(schedule: Schedule, place: tuple[int, int]) -> tuple[int, int] | None:
-    """Return step and micro-batch of another micro-batch than the first one, if possible of its size; None: the
-    run has one micro-batch only."""
+    """Return step and micro-batch of another micro-batch than the first one, if possible of its
+    size; None: the run has one micro-batch only."""
     size = len(schedule.microbatch_positions(*place))
     found = [(step, microbatch) for step in range(min(2, schedule.steps))
              for microbatch in range(schedule.microbatches)
@@ -52,8 +52,8 @@ def may_waver(device: torch.device) -> bool:
 
 
 def require_same_result(tried: Sequence[Tried], wavers: bool, words: Words) -> None:
-    """Raise ConfigError if one micro-batch had different results. Samples that differ are no result: the
-    proof leaves them out, with a remark."""
+    """Raise ConfigError if one micro-batch had different results. Samples that differ are no
+    result: the proof leaves them out, with a remark."""
     one = tried[0]
     for other in tried[1:]:
         if other.inputs != one.inputs or other.result == one.result:

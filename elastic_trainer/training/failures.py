@@ -47,7 +47,8 @@ def fault_of_machine(error: BaseException, driver: Driver, size: int) -> str:
 
 
 def leave_as_dead(
-    kind: str, text: str, step: int, microbatch: int, *, launch: Launch, driver: Driver, events: Events
+    kind: str, text: str, step: int, microbatch: int, *, launch: Launch, driver: Driver,
+    events: Events
 ) -> NoReturn:
     """Report that this machine has failed, and end this process as a death would: nothing of the
     step was applied.

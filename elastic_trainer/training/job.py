@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError, Launch
-from elastic_trainer.data.loader import Reader, Readers, MicrobatchRecipe
+from elastic_trainer.data.loader import MicrobatchRecipe, Reader, Readers
 from elastic_trainer.data.mixture import order_of
 from elastic_trainer.evaluate.best import Best, require_rule
 from elastic_trainer.events.log import newest_attempt
@@ -166,7 +166,8 @@ def checked(
         scaler=scaler_of(options.precision, options.scaler, device.type),
         on_nan=options.on_nan,
         collate=collate,
-        readers=Readers(Reader(dataset, collate, MicrobatchRecipe(numbers), options.loader, device)),
+        readers=Readers(Reader(dataset, collate, MicrobatchRecipe(numbers), options.loader,
+                               device)),
         average=average,
         best=best,
         logs=bool(options.loggers),
@@ -322,8 +323,8 @@ def describe(job: Job) -> dict[str, Any]:
 
 
 def fewest_samples(model: torch.nn.Module, global_batch: int, microbatches: int) -> int:
-    """Return the number of samples that a micro-batch of this model needs, as far as its modules show it.
-    It is at most the number that the micro-batches of a full batch have."""
+    """Return the number of samples that a micro-batch of this model needs, as far as its modules
+    show it. It is at most the number that the micro-batches of a full batch have."""
     return 2 if has_batch_norm(model) and global_batch >= 2 * microbatches > 0 else 1
 
 

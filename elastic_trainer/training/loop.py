@@ -1,7 +1,7 @@
 """The loop of one worker: `steps` reads as the promise does.
 
-job → warm-up → world (generation after generation) → here: micro-batches → reduce → vote → apply → the
-user's code → checkpoint
+job → warm-up → world (generation after generation) → here: micro-batches → reduce → vote → apply →
+the user's code → checkpoint
 
 What always holds:
 1. Where training is follows from the number of finished steps alone (schedule.py).
@@ -83,7 +83,7 @@ class Loop:
         self.successor = Successor(self.state, self.flat, self.reducer, self.behind)
         scaling = Scaling(job.scaler, self.flat.gradients)
         self.microbatches = Microbatches(job, self.state, self.flat, self.reducer, scaling,
-                             self.fault_of_machine, driver.is_broken, events.trace)
+                                         self.fault_of_machine, driver.is_broken, events.trace)
         self.end = StepEnd(job, self.state, self.flat, events)
         self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica, scaling)
         self._keeping = Keeping(self.state, job.words)
@@ -93,11 +93,11 @@ class Loop:
 
     def hooks(self) -> Hooks:
         """Return what the life of generations asks of this loop."""
-        checkpointing = self.checkpointing
+        checkpointing, microbatches = self.checkpointing, self.job.schedule.microbatches
         return Hooks(
             all_parts=self.replica.all_parts,
             part_from_odd=lambda held, among: self.going_back.part(self.world, held, among),
-            expected_step_s=lambda size: self._microbatch_s * -(-self.job.schedule.microbatches // size),
+            expected_step_s=lambda size: self._microbatch_s * -(-microbatches // size),
             write_alone=self._write_while_waiting, published=checkpointing.newest_step,
             is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
             owes=lambda: self.behind.owes(), attend=lambda: self.behind.evaluations.attend())

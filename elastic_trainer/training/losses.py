@@ -49,21 +49,24 @@ def require_scalar(loss: Any, words: Words) -> torch.Tensor:
 
 
 def not_finite(losses: Mapping[int, tuple[torch.Tensor, numpy.ndarray]]) -> dict[int, list[int]]:
-    """Return the samples of the micro-batches whose loss is not finite, by micro-batch. On a GPU this waits for
-    the device."""
-    return {microbatch: samples[:MAX_NAMED_SAMPLES].tolist() for microbatch, (loss, samples) in losses.items()
+    """Return the samples of the micro-batches whose loss is not finite, by micro-batch. On a GPU
+    this waits for the device."""
+    return {microbatch: samples[:MAX_NAMED_SAMPLES].tolist() for microbatch,
+            (loss, samples) in losses.items()
             if not math.isfinite(float(loss))}
 
 
 def verdict(step: int, loss: float, microbatches: Mapping[int, list[int]]) -> str:
-    """Return the error for a loss that is not finite: its micro-batches and samples, and the remedy."""
+    """Return the error for a loss that is not finite: its micro-batches and samples, and the
+    remedy."""
     named = [
         f"micro-batch {microbatch} (samples {', '.join(map(str, samples[:MAX_IN_ERROR]))}"
         f"{', …' * (len(samples) > MAX_IN_ERROR)})"
         for microbatch, samples in sorted(microbatches.items())[:MAX_IN_ERROR]
     ]
-    more = f" and {len(microbatches) - MAX_IN_ERROR} more microbatches" if len(microbatches) > MAX_IN_ERROR else ""
-    where = f"in {', '.join(named)}{more}" if named else "only in the mean over the microbatches"
+    more = (f" and {len(microbatches) - MAX_IN_ERROR} more micro-batches"
+            if len(microbatches) > MAX_IN_ERROR else "")
+    where = f"in {', '.join(named)}{more}" if named else "only in the mean over the micro-batches"
     return (
         f"the loss of step {step} is {loss}: it is not finite {where}. The step was not applied. "
         f"Look at these samples and at the learning rate, or use on_nan=\"skip\" to leave such "

@@ -3,10 +3,10 @@
 exception that user code has raised → here → loop: vote it as the user's error, or leave as a dead
 worker does
 
-What it does not do: find out whether the same micro-batch of the same step fails on another host too.
-Then it is the user's error (membership.py). These are no faults of the machine here: out of memory
-on a GPU (mostly the model is too large), errors of a network connection (the other end may have
-failed), an illegal access or a failed assertion on a GPU (mostly the code's).
+What it does not do: find out whether the same micro-batch of the same step fails on another host
+too. Then it is the user's error (membership.py). These are no faults of the machine here: out of
+memory on a GPU (mostly the model is too large), errors of a network connection (the other end may
+have failed), an illegal access or a failed assertion on a GPU (mostly the code's).
 
 Source: cudaError_t in the CUDA runtime API's reference, whose texts PyTorch's errors carry;
 torch/utils/data/_utils and torch/csrc/DataLoader.cpp for loaders; c10/core/impl/alloc_cpu.cpp for

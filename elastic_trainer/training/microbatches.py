@@ -4,12 +4,12 @@ schedule (which samples) → here → the user's code (one batch at a time) → 
 reducer
 
 What always holds:
-1. Each micro-batch starts with the buffers, modes and extra state of the step's begin, and with its own
-   random seed.
+1. Each micro-batch starts with the buffers, modes and extra state of the step's begin, and with its
+   own random seed.
 2. An exception of the user's code is kept for the vote: all workers stop at the same point. One
    that the machine has caused is raised at once: the others do the step again without this worker.
-3. If the user's code writes to `.grad`, this worker runs its micro-batches again, each with gradients of
-   its own. Nothing of them had left this worker.
+3. If the user's code writes to `.grad`, this worker runs its micro-batches again, each with
+   gradients of its own. Nothing of them had left this worker.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Microbatches:
     def _one(
         self, step: int, microbatch: int, indices: numpy.ndarray, overlaps: World | None
     ) -> Generator[Microbatch, None, None]:
-        """Hand one micro-batch to the user's code. Its backward pass starts the network if it `overlaps`
-        with a world."""
+        """Hand one micro-batch to the user's code. Its backward pass starts the network if it
+        `overlaps` with a world."""
         self.trace.mark.enter("load", f"micro-batch {microbatch}", indices)
         with self.user_code(microbatch), self.trace.span("load", microbatch=microbatch):
             batch = self._open(step, microbatch, indices)
@@ -135,7 +135,7 @@ class Microbatches:
         )
         self._handed_ns = self.trace.now()
         self.trace.mark.enter("forward", f"micro-batch {microbatch}", indices)
-        self.number = microbatch  # if the user's loop is left here, this micro-batch is the one in hand
+        self.number = microbatch  # the one in hand, if the user's loop is left here
         yield in_hand
         with self.user_code(microbatch):
             in_hand.settle()
@@ -146,7 +146,8 @@ class Microbatches:
         self.state.reopen()
         key = step, phase, microbatch
         ahead = keys_after(key, job.schedule, self._mine, self.state.phases)
-        batch = job.readers.training.batch(seed_of(job.schedule, step, microbatch, phase), key, ahead,
+        batch = job.readers.training.batch(seed_of(job.schedule, step, microbatch, phase), key,
+                                           ahead,
                                            self._require_peers, indices)
         self.flat.gradients.open()
         self.scaling.open()
@@ -159,7 +160,8 @@ class Microbatches:
     def _backward(self, step: int, microbatch: int, indices: numpy.ndarray, overlaps: World | None,
                   loss: Any, count: Any) -> None:
         self.trace.add("forward", self._handed_ns, microbatch=microbatch)
-        job, flat, weight = self.job, self.flat, self.job.schedule.microbatch_weight(step, microbatch)
+        job, flat = self.job, self.flat
+        weight = job.schedule.microbatch_weight(step, microbatch)
         loss = require_scalar(loss, job.words)
         flat.gradients.check_parameters()
         self.losses[microbatch] = (loss.detach(), indices)
@@ -239,8 +241,8 @@ class Microbatches:
                 self.state.committed, self._remedy_for_changes(), *zip(*found, strict=True)))
 
     def share(self, from_first: Callable[[str], str], world: World) -> None:
-        """Give all workers what the step's first micro-batch has left in attributes and extra state, and
-        all micro-batches in buffers. Network, if there is any: one exchange each."""
+        """Give all workers what the step's first micro-batch has left in attributes and extra
+        state, and all micro-batches in buffers. Network, if there is any: one exchange each."""
         mark = self.flat.mark_of_attributes() if world.size > 1 else self.moved.mark
         try:
             self.moved.share(mark if self._is_reduced else NOT_RUN, from_first)

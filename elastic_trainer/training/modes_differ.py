@@ -41,8 +41,9 @@ def sentence(step: int, evaluating: Sequence[Sequence[str]]) -> str:
         f"the mode (train or eval) of {some(shown)} differs between the workers in step {step}: "
         f"{shown[0] if shown else 'a module'} is in eval mode on rank "
         f"{', '.join(map(str, first[:8]))} alone. So the weights would depend on which worker runs "
-        f"which micro-batch. Call model.train() and model.eval() on every worker alike, and not under "
-        f"`if trainer.is_first`; or put the mode back before the code behind the inner loop ends.")
+        "which micro-batch. Call model.train() and model.eval() on every worker alike, and not "
+        "under `if trainer.is_first`; or put the mode back before the code behind the inner loop "
+        "ends.")
 
 
 def on_attributes(step: int, changed: Sequence[Mapping[str, Any]]) -> str:

@@ -1,11 +1,12 @@
-"""What the loop yields to the user's code: a step begins, here is a micro-batch, a step is finished.
+"""What the loop yields to the user's code: a step begins, here is a micro-batch, a step is
+finished.
 
 micro-batches, warm_up, loop → here → trainer (the iterator), train()
 
 What always holds:
 1. The user's code never runs inside the frames of the loop. It runs between two moves.
-2. `Microbatch.backward` raises what is the user's error. What the loop has to handle (a member is gone,
-   `.grad` was written to) is kept, and raised inside the loop at the next move.
+2. `Microbatch.backward` raises what is the user's error. What the loop has to handle (a member is
+   gone, `.grad` was written to) is kept, and raised inside the loop at the next move.
 """
 
 from __future__ import annotations

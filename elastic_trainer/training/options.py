@@ -86,15 +86,15 @@ class Options:
     """Leave out the samples of an epoch that do not fill a global batch. Otherwise the epoch ends
     with a short batch."""
     min_microbatch_samples: int | None = None
-    """The fewest samples of a micro-batch of a short batch: fewer micro-batches then have any. None: 2 for a
-    model with BatchNorm, which cannot compute a variance of one sample, else 1."""
+    """The fewest samples of a micro-batch of a short batch: fewer micro-batches then have any.
+    None: 2 for a model with BatchNorm, which cannot compute a variance of one sample, else 1."""
     collate: Callable[[list[Any]], Any] = default_collate
     """Makes a batch of a list of samples. The tensors of the batch are moved to the model's device,
     also those in containers, dataclasses, and objects with a method `to(device)`."""
     loader: Loader | None = None
-    """Loader processes: `Loader(workers=4)`. They read the next micro-batches of each worker while it
-    computes. Each sample then has random numbers of its own. None: the worker reads each micro-batch when
-    it computes it."""
+    """Loader processes: `Loader(workers=4)`. They read the next micro-batches of each worker while
+    it computes. Each sample then has random numbers of its own. None: the worker reads each
+    micro-batch when it computes it."""
     extras: Mapping[str, Any] | None = None
     """Objects with state_dict and load_state_dict that belong to the state, by name: a moving
     average of the weights, metrics. They change only in `after_step` (with Trainer: behind the
@@ -125,9 +125,9 @@ class Options:
     """The number of torch's threads. It is part of the arithmetic, so the same on every worker."""
     on_nan: str = "raise"
     """What a loss that is not finite does. "raise": it ends the run, before the step is applied,
-    with LossNotFinite, which names step, micro-batches and samples. "skip": the step is finished and its
-    samples count, but weights, optimizer, scaler and buffers stay as they were. The schedule goes
-    on. "continue": the step is applied."""
+    with LossNotFinite, which names step, micro-batches and samples. "skip": the step is finished
+    and its samples count, but weights, optimizer, scaler and buffers stay as they were. The
+    schedule goes on. "continue": the step is applied."""
     buffers: Mapping[str, Rule] | None = None
     """What a step does to buffers that forward changes and that are no running statistics of
     torch's modules, by name ("encoder.queue", "*.count"): "mean" or "sum" of the micro-batches'

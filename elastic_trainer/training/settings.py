@@ -312,9 +312,9 @@ def remarks_on_workers(size: int, microbatches: int) -> list[Remark]:
     return [
         Remark(
             "job.workers_idle",
-            f"the world has {size} workers, but a batch has {microbatches} micro-batches, so {size - microbatches} "
-            f"workers compute nothing. Use microbatches={size} or more (for a new run), or fewer "
-            f"workers.",
+            f"the world has {size} workers, but a batch has {microbatches} micro-batches, so "
+            f"{size - microbatches} workers compute nothing. Use microbatches={size} or more (for "
+            "a new run), or fewer workers.",
             {"size": size, "microbatches": microbatches, "idle": size - microbatches})
     ]
 

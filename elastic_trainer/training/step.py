@@ -19,7 +19,7 @@ import torch
 from elastic_trainer.evaluate.metric_states import as_json
 from elastic_trainer.schedule.lengths import ends_interval
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished, Microbatch
+from elastic_trainer.training.moves import Begun, Finished, Microbatch, Move, PhaseFinished
 from elastic_trainer.training.worker import Worker
 
 
@@ -76,8 +76,8 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the step has logged, by name: the sum over all micro-batches and phases by the number of
-        items. Known behind the inner loop, and the same number in every world."""
+        """What the step has logged, by name: the sum over all micro-batches and phases by the
+        number of items. Known behind the inner loop, and the same number in every world."""
         loop = self._finished("metrics")
         return Unseen() if self._is_trial else dict(loop.end.metrics)
 
@@ -93,8 +93,8 @@ class Step:
         return self.phase(self._phases[0])
 
     def phase(self, name: str) -> Iterator[Any]:
-        """Yield the batch of each micro-batch of this worker, until the optimizer of this name has made
-        its step on every worker. All phases of a step have the same samples.
+        """Yield the batch of each micro-batch of this worker, until the optimizer of this name has
+        made its step on every worker. All phases of a step have the same samples.
 
         A worker that joins in the middle of a step has no batches in the phases that are done. The
         warm-up tries the first phase only: the code between two phases must not run for a step that
@@ -175,8 +175,8 @@ class Step:
         """Add sums of the batch in hand to what the step logs: `step.log(acc=(hits, n))`.
 
         Each name has a sum and a number of items. `step.metrics` then has their quotient over all
-        micro-batches. Log the same names for each batch, in all phases. A tensor is read at once, so on a
-        GPU this waits for the device.
+        micro-batches. Log the same names for each batch, in all phases. A tensor is read at once,
+        so on a GPU this waits for the device.
         """
         microbatch = self._in_hand("log()")
         for name, value in sums.items():

@@ -34,7 +34,7 @@ from elastic_trainer.schedule.order import Order
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.job import Result, checked
-from elastic_trainer.training.moves import Finished, Move, Microbatch
+from elastic_trainer.training.moves import Finished, Microbatch, Move
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.overridden import overridden
 from elastic_trainer.training.precision import Precision
@@ -52,7 +52,8 @@ def train(
     ema: float | None = None, swa: Swa | None = None,
     evaluate: Evaluation | None = None, best: KeepBest | None = None,
     precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
-    order: str | Order = "shuffled", drop_last: bool = False, min_microbatch_samples: int | None = None,
+    order: str | Order = "shuffled", drop_last: bool = False,
+    min_microbatch_samples: int | None = None,
     collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
     extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
     checkpoint_every: int | str | None = "auto", keep_last: int = 3, keep_every: int = 0,
@@ -80,11 +81,13 @@ def train(
     sys.exit()). Leaves by SystemExit 75 if this worker is not wanted any more.
     """
     options = overridden(Options(
-        global_batch=global_batch, microbatches=microbatches, epochs=epochs, seed=seed, max_steps=max_steps,
+        global_batch=global_batch, microbatches=microbatches, epochs=epochs, seed=seed,
+        max_steps=max_steps,
         schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
         best=best,
         precision=precision, scaler=scaler,
-        order=order, drop_last=drop_last, min_microbatch_samples=min_microbatch_samples, collate=collate,
+        order=order, drop_last=drop_last, min_microbatch_samples=min_microbatch_samples,
+        collate=collate,
         loader=loader, extras=extras,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress,
@@ -102,8 +105,8 @@ def train(
 def drive(moves: Generator[Move, None, Result], model: torch.nn.Module, loss: Loss,
           precision: Precision,
           behind: Callable[[int, Callable[[], Move]], None] = lambda *_: None) -> Result:
-    """Run the loss of each micro-batch, until the run is finished. What it raises is voted: all workers
-    stop in one step. `behind` runs behind each finished step."""
+    """Run the loss of each micro-batch, until the run is finished. What it raises is voted: all
+    workers stop in one step. `behind` runs behind each finished step."""
     while True:
         try:
             move = next(moves)

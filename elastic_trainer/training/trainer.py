@@ -5,9 +5,10 @@ model, optimizer, dataset, numbers → here → the user's `for step in trainer`
 
     from elastic_trainer import Trainer
 
-    trainer = Trainer(model, optimizer, dataset, global_batch=256, microbatches=32, until="10 epochs")
-    for step in trainer:                            # a newcomer enters at the current step
-        for batch in step:                          # the micro-batches of this worker, on the device
+    trainer = Trainer(model, optimizer, dataset, global_batch=256, microbatches=32, until="10
+    epochs") for step in trainer:                            # a newcomer enters at the current step
+        for batch in step:                          # the micro-batches of this worker, on the
+        device
             step.backward(loss_of(model, batch))
         print(step.number, step.epoch, step.loss)   # here the step is finished, on every worker
 
@@ -114,7 +115,8 @@ class Trainer:
     ):
         epochs, max_steps = length_of(until)
         options = overridden(Options(
-            global_batch=global_batch, microbatches=microbatches, epochs=epochs, max_steps=max_steps, seed=seed,
+            global_batch=global_batch, microbatches=microbatches, epochs=epochs,
+            max_steps=max_steps, seed=seed,
             schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
             best=best, precision=precision, scaler=scaler, extras=state, order=order,
             drop_last=drop_last, min_microbatch_samples=min_microbatch_samples, collate=collate,
@@ -195,10 +197,10 @@ class Trainer:
         """Return the means of `fn(model, batch)`, {"accuracy": (hits, n)}, over the dataset: each
         sample once, shared by all workers, the same in every world. A plain number is summed.
 
-        Call it on every worker, behind the inner loop. `batch_size` is by default that of a micro-batch.
-        `metrics` has objects of torchmetrics by name, which `fn` updates. Processes of `loader`
-        start at the first call with this dataset, and stay. `decides`: the option `best` follows
-        this evaluation.
+        Call it on every worker, behind the inner loop. `batch_size` is by default that of a
+        micro-batch. `metrics` has objects of torchmetrics by name, which `fn` updates. Processes of
+        `loader` start at the first call with this dataset, and stay. `decides`: the option `best`
+        follows this evaluation.
         """
         examination = Examination(self._worker.job, dataset, fn, batch_size, collate, metrics,
                                   loader)

@@ -1,4 +1,5 @@
-"""The warm-up: a worker tries some micro-batches before it stands ready, and nothing of that remains.
+"""The warm-up: a worker tries some micro-batches before it stands ready, and nothing of that
+remains.
 
 job → here (one micro-batch twice, another one, the first one again, the smallest micro-batch; with
 torch.compile each size) → how this worker computes, how long a micro-batch takes, its proof
@@ -8,10 +9,10 @@ What always holds:
    forward pass makes are kept, if a second pass does not change them.
 2. It runs the user's code as a step does. So it finds out whether that code writes to `.grad`, to
    parameters, or to buffers that cannot be kept.
-3. A micro-batch has the same bits when it is computed again, and after another micro-batch. Else a value is
-   carried from one micro-batch to the next, or the loss draws random numbers of its own: that is an
-   error. Where the machine itself may give other bits (`may_waver`), only a large difference of the
-   loss is one, and the worker reports no result of its arithmetic.
+3. A micro-batch has the same bits when it is computed again, and after another micro-batch. Else a
+   value is carried from one micro-batch to the next, or the loss draws random numbers of its own:
+   that is an error. Where the machine itself may give other bits (`may_waver`), only a large
+   difference of the loss is one, and the worker reports no result of its arithmetic.
 4. With several optimizers it tries the first phase only (several.py).
 """
 
@@ -95,15 +96,16 @@ class WarmUp:
         self.proving = Proving(job, state)
 
     def run(self, is_exact: bool) -> Generator[Microbatch, None, Warm]:
-        """Run a micro-batch of the first step, once more, and after another one; and as many samples as
-        the smallest micro-batch has."""
+        """Run a micro-batch of the first step, once more, and after another one; and as many
+        samples as the smallest micro-batch has."""
         job, place = self.job, (0, self.job.schedule.first_microbatch(0))
         trained = self.flat.gradients.trained_now()
         self.state.begin()
         first = job.schedule.microbatch_samples(*place)
         advice, programs = self._advice_on_one(len(first)), compiled.programs()
         try:
-            before = yield from self._try_microbatch(first, place, may_add_buffers=True, advice=advice)
+            before = yield from self._try_microbatch(first, place, may_add_buffers=True,
+                                                     advice=advice)
         except ValueError as error:
             if advice and ONE_VALUE in str(error):
                 raise ConfigError(advice) from error
@@ -138,34 +140,38 @@ class WarmUp:
         return Warm(arithmetic, microbatch_s)
 
     def _try_smallest_microbatch(self, indices: numpy.ndarray) -> Generator[Microbatch, None, None]:
-        """Compute as many samples as the smallest micro-batch of the run has. Else a loss that fails on
-        them fails hours later.
+        """Compute as many samples as the smallest micro-batch of the run has. Else a loss that
+        fails on them fails hours later.
 
-        The samples are some that have just passed in a larger micro-batch, so their number is what fails.
+        The samples are some that have just passed in a larger micro-batch, so their number is what
+        fails.
         """
         schedule = self.job.schedule
-        needed = 2 if has_batch_norm(self.job.model) else schedule.global_batch // schedule.microbatches
+        smallest = schedule.global_batch // schedule.microbatches
+        needed = 2 if has_batch_norm(self.job.model) else smallest
         fact, remedy = fact_of(schedule), remedy_for(schedule, needed)
         try:
             yield from self._try_microbatch(indices, (0, schedule.first_microbatch(0)),
                                        advice=f"{fact}. {remedy}")
         except Exception as error:
             raise ConfigError(
-                f"{fact}, and on a micro-batch of that size the loss raises {type(error).__name__}: "
-                f"{str(error).rstrip('.')}. {remedy}"
+                f"{fact}, and on a micro-batch of that size the loss raises "
+                f"{type(error).__name__}: {str(error).rstrip('.')}. {remedy}"
             ) from error
 
     def _compile_other_sizes(self, done: set[int]) -> Generator[Microbatch, None, None]:
-        """Compute micro-batches of the other sizes that the run has: to compile for one takes seconds, for
-        which the other workers would wait at the end of a newcomer's first epoch."""
+        """Compute micro-batches of the other sizes that the run has: to compile for one takes
+        seconds, for which the other workers would wait at the end of a newcomer's first epoch."""
         schedule = self.job.schedule
         for size in sorted(schedule.microbatch_sizes - done):
             larger = next(microbatch for microbatch in range(schedule.microbatches)
                           if len(schedule.microbatch_positions(0, microbatch)) >= size)
-            yield from self._try_microbatch(schedule.microbatch_samples(0, larger)[:size], (0, larger))
+            yield from self._try_microbatch(schedule.microbatch_samples(0, larger)[:size],
+                                            (0, larger))
 
     def _advice_on_one(self, samples: int) -> str:
-        """Return the remedy if a BatchNorm fails on the first micro-batch, because it is one sample."""
+        """Return the remedy if a BatchNorm fails on the first micro-batch, because it is one
+        sample."""
         job = self.job
         if samples > 1 or not has_batch_norm(job.model):
             return ""
@@ -190,8 +196,8 @@ class WarmUp:
         constant: Sequence[str] = (),
         advice: str = "",
     ) -> Trial:
-        """Run the first samples of a micro-batch, of which nothing remains but a fact of the user's code:
-        whether that writes to `.grad`. `place`: step and micro-batch.
+        """Run the first samples of a micro-batch, of which nothing remains but a fact of the user's
+        code: whether that writes to `.grad`. `place`: step and micro-batch.
 
         Raises ConfigError for buffers that have moved, or are not as `constant` as they should be.
         """
@@ -238,7 +244,8 @@ class WarmUp:
         # first micro-batch makes it.
         key = place[0], 0, place[1], len(indices)
         # Anew: a loss may take it apart.
-        batch = job.readers.training.batch(job.schedule.microbatch_seed(*place), key, indices=indices)
+        batch = job.readers.training.batch(job.schedule.microbatch_seed(*place), key,
+                                           indices=indices)
         if place == (0, job.schedule.first_microbatch(0)) and (
                 len(indices) == len(job.schedule.microbatch_positions(*place))):
             self.proving.note_batch(batch, indices.tolist())
@@ -295,8 +302,8 @@ class WarmUp:
         flat.gradients.note_left()
 
     def _check_attributes(self) -> None:
-        """Raise ConfigError if a micro-batch has left other attributes than the first one. A size may
-        follow from the batch."""
+        """Raise ConfigError if a micro-batch has left other attributes than the first one. A size
+        may follow from the batch."""
         attributes, moved = self.state.attributes, self.state.attributes.moved()
         if len(self._left) == 2:
             sizes = sizes_of_batches(self._left[0], moved)
@@ -309,8 +316,8 @@ class WarmUp:
         require_same(self._left[0], moved, "when they were tried one after the other", ConfigError)
 
     def _check_parameters(self, held: Sequence[Part]) -> None:
-        """Raise ConfigError if the micro-batch has changed parameters. A write to `.data` is not seen by
-        a version."""
+        """Raise ConfigError if the micro-batch has changed parameters. A write to `.data` is not
+        seen by a version."""
         self.state.parameters.check()
         if changed := {name for name, _ in set(held) ^ set(self.replica.all_parts())} & set(
             self.flat.names

@@ -57,7 +57,7 @@ from elastic_trainer.training.failures import (
 from elastic_trainer.training.job import Job, Result, settled
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.moves import Begun, Move, Portion, Microbatch
+from elastic_trainer.training.moves import Begun, Microbatch, Move, Portion
 from elastic_trainer.training.option_names import Words
 from elastic_trainer.training.options import Options
 from elastic_trainer.training.overridden import report_memory

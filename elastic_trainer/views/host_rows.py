@@ -100,12 +100,14 @@ def _row(status: Status, now: Now | None, host: str, workers: list[tuple[str, Li
         does=slowest.does, what=slowest.what, does_for_s=slowest.does_for_s)
 
 
-def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None, microbatches: int | None) -> str:
+def _state(worker: LiveWorker, now: WorkerNow | None, rank: int | None,
+           microbatches: int | None) -> str:
     """Return the state of a worker. The driver's file may be a second older than the log."""
     state = now.phase if now else ""
     if state not in ("booting", "waiting", "finished"):
         state = "booting" if not worker.is_ready else "standby" if rank is None else "training"
-    return "spare" if state == "training" and microbatches and rank and rank >= microbatches else state
+    is_spare = state == "training" and microbatches and rank and rank >= microbatches
+    return "spare" if is_spare else state
 
 
 def columns(status: Status, now: Now | None, prices: Pricing | None) -> list[str]:

@@ -308,7 +308,8 @@ def configuration(run: Run) -> Element:
     rows = [[str(name), _value(value)] for name, value in
             [*story.options.items(), *story.versions.items()]]
     rows += [[name, _value(story.job[name])] for name in
-             ("dataset_size", "global_batch", "microbatches", "epochs", "max_steps", "steps", "seed",
+             ("dataset_size", "global_batch", "microbatches", "epochs", "max_steps", "steps",
+              "seed",
               "reduce", "order", "drop_last") if story.job.get(name) is not None]
     if run.result["weights_sha256"]:
         rows.append(["weights (SHA-256)", str(run.result["weights_sha256"])])

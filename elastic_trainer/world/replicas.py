@@ -25,12 +25,12 @@ them (AdamW: three times the bytes). Measured with AdamW, 2 workers on 2 cores: 
 model's steps of 194 ms (0.3 %; 0.8 M parameters, 12 slices). In a loop of its own: 0.27 ms, and
 0.5 ms for 105 M parameters (256 slices).
 
-Consequence of 3: between the flip and the step that finds it, the worker computed its micro-batches on a
-wrong value. Its gradients were wrong, too, and all workers have applied them. With more than one
-slice the weights may therefore differ from those of an undisturbed run, although all replicas are
-equal again. With one slice (a model of under 512 KiB) they do not differ. A checkpoint of a step in
-between may have the wrong value in that worker's share. `compared_after` (state/cadence.py) keeps
-an older checkpoint, and a run that goes back restores that one.
+Consequence of 3: between the flip and the step that finds it, the worker computed its micro-batches
+on a wrong value. Its gradients were wrong, too, and all workers have applied them. With more than
+one slice the weights may therefore differ from those of an undisturbed run, although all replicas
+are equal again. With one slice (a model of under 512 KiB) they do not differ. A checkpoint of a
+step in between may have the wrong value in that worker's share. `compared_after` (state/cadence.py)
+keeps an older checkpoint, and a run that goes back restores that one.
 
 What it does not do:
 - It finds no fault in a world of one.

@@ -39,7 +39,8 @@ SLOT = ('echo "$ELASTIC_TRAINER_DRIVER $ELASTIC_TRAINER_KEY $ELASTIC_TRAINER_WOR
 START_S = 240.0
 BARS = {64: 0.05, 512: 0.35}
 LATE_S = 0.25
-AT = {"phase": "forward", "what": "micro-batch 17, 64 samples from 123456", "for_s": 0.05, "step": 1000,
+AT = {"phase": "forward", "what": "micro-batch 17, 64 samples from 123456", "for_s": 0.05,
+      "step": 1000,
       "waits_s": 0.0, "usual_s": 0.2, "own_s": 0.02, "steps": 900}
 
 

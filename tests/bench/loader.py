@@ -8,9 +8,9 @@ allocator. The arms take turns. ratio_4 is our step time with `Loader(workers=4)
 ratio_0 the same without loader processes, and peer_ratio the peer's without over the peer's with
 them (medians).
 
-Then 4 workers train with 8 micro-batches, once with and once without loader processes. Workers are killed
-one after the other. refill_s is by how much the median time from a kill to the next finished step
-is longer with them.
+Then 4 workers train with 8 micro-batches, once with and once without loader processes. Workers are
+killed one after the other. refill_s is by how much the median time from a kill to the next finished
+step is longer with them.
 
 The last line is one JSON object with ratio_0, ratio_4, peer_ratio, refill_s, met.
 """

@@ -101,7 +101,8 @@ class Run:
             self.by_rank_0("worker.step_redone", step=self.step)
         self.by_rank_0("worker.generation_started", step=self.step, source=source, pause_s=pause_s)
         schedule = self.schedule
-        keys = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps", "steps")
+        keys = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps",
+                "steps")
         self.by_rank_0("job.described",
                        **{key: getattr(schedule, key)
                           for key in keys},

@@ -5,10 +5,11 @@
 2 workers train the demo model with a global batch of 32, with one thread each, over Gloo. The
 variants take turns. A ratio is our samples/s over those of DDP (medians over all steps). Our driver
 gives its workers settings of glibc's allocator (elastic_trainer/config.py, ALLOCATOR), which speed
-DDP up, too: the ratios `_same_allocator` are against DDP with these settings. With --micro-batches 2 each
-worker does its half of the batch in one piece, as DDP does. The ratios with 8 micro-batches, as the demo
-has them for up to 8 workers, are given, too. The demo calls train(). `exact_loop` is `exact` with a
-loop over a Trainer (jobs/gpt_loop.py); ratio_loop_to_train is its samples/s over those of `exact`.
+DDP up, too: the ratios `_same_allocator` are against DDP with these settings. With --microbatches
+2 each worker does its half of the batch in one piece, as DDP does. The ratios with 8 micro-batches,
+as the demo has them for up to 8 workers, are given, too. The demo calls train(). `exact_loop` is
+`exact` with a loop over a Trainer (jobs/gpt_loop.py); ratio_loop_to_train is its samples/s over
+those of `exact`.
 
 The last line is one JSON object with ratio_ring, ratio_exact, ratio_loop_to_train,
 ratio_ring_same_allocator, ratio_exact_same_allocator.
@@ -72,8 +73,10 @@ def main() -> None:
                                         "ddp_gpt.py", str(options.steps), str(GLOBAL_BATCH))
             else:
                 microbatches = "8" if arm.endswith("8_microbatches") else "2"
-                seconds += step_seconds(WORKERS, arm.partition("_")[0], options.steps, "--microbatches",
-                                        microbatches, program=LOOP if arm.endswith("loop") else TRAIN)
+                seconds += step_seconds(WORKERS, arm.partition("_")[0], options.steps,
+                                        "--microbatches",
+                                        microbatches,
+                                        program=LOOP if arm.endswith("loop") else TRAIN)
             print(f"{arm}: {GLOBAL_BATCH / statistics.median(seconds):.1f} samples/s so far",
                   flush=True)
     median = {arm: statistics.median(seconds) for arm, seconds in found.items()}

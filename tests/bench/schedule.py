@@ -3,8 +3,8 @@
     .venv/bin/python tests/bench/schedule.py      (10 to 30 s; the last line is one JSON object)
 
 Ours has a billion samples, the peer 10 million.
-- ours: construct the Schedule, then the samples of all micro-batches of a step in the middle of an epoch
-  (a resize rebuilds nothing), and of its last step
+- ours: construct the Schedule, then the samples of all micro-batches of a step in the middle of an
+  epoch (a resize rebuilds nothing), and of its last step
 - peer: horovod.torch.elastic.sampler.ElasticSampler: construct, record half an epoch, one reset(),
   as a resize makes it (0.28.1 makes two), and start to iterate
 
@@ -39,7 +39,8 @@ def ours() -> dict[str, float]:
                         seed=1)
 
     def samples(step: int) -> int:
-        return sum(schedule.microbatch_samples(step, microbatch).size for microbatch in range(MICROBATCHES))
+        return sum(schedule.microbatch_samples(step, microbatch).size
+                   for microbatch in range(MICROBATCHES))
 
     before = status_mb("VmRSS")
     schedule, construct_s = timed(construct)

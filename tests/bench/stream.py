@@ -150,7 +150,8 @@ def peers_python(home: Path) -> str:
 
 
 def write(folder: Path, endpoint: str, samples: int, size: int, peer: str) -> None:
-    """Write the samples into the server, as archives and as MDS micro-batches, and build our index."""
+    """Write the samples into the server, as archives and as MDS micro-batches, and build our
+    index."""
     client, urls = s3_servers.client(endpoint), []
     for archive in range(samples // PER_ARCHIVE):
         data = io.BytesIO()

@@ -2,8 +2,8 @@
 must give its bits.
 
     python tests/jobs/features.py [--steps N] [--step-s SECONDS]    alone: the undisturbed twin
-    python tests/jobs/features.py --micro-batches 1 [--plain]              one micro-batch; with --plain a plain
-    PyTorch loop
+    python tests/jobs/features.py --microbatches 1 [--plain]              one micro-batch; with
+    --plain a plain PyTorch loop
 
 Zeroed gradients and a backward pass in `loss` (FGSM), layers that are thawed and frozen (in
 `after_step`, and in `loss` by a counter of the state), a plain attribute that `after_step` changes,
@@ -136,8 +136,8 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "late"):
             self.register_buffer("late", x.detach().abs().mean(0).clamp(min=0.5))
-        # Moves in steps that are means of micro-batches, as BatchNorm's statistics do: nothing here reads
-        # them.
+        # Moves in steps that are means of micro-batches, as BatchNorm's statistics do: nothing here
+        # reads them.
         if self.training:
             self.turn = self.turn * torch.polar(torch.ones(()), torch.full((), 0.001))
         hidden = self.scale(torch.relu(self.norm(self.first(x / self.late))) * self.spread)

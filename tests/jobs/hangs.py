@@ -1,10 +1,9 @@
 """A job that hangs where it is told to: by files in the folder of the test.
 
-`do-HOST` holds a word: loader (its next read sleeps), lock (its next loss waits for a lock), gil
-(a regular expression keeps the GIL). The file is taken once; loader and lock end when `released`
-is there.
-`slow-HOST`: each micro-batch of this host computes longer, while the file is there. `hurry`: the rest
-goes as fast as it can.
+`do-HOST` holds a word: loader (its next read sleeps), lock (its next loss waits for a lock), gil (a
+regular expression keeps the GIL). The file is taken once; loader and lock end when `released` is
+there. `slow-HOST`: each micro-batch of this host computes longer, while the file is there. `hurry`:
+the rest goes as fast as it can.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The job of both arms of loader.py: samples that take 20 ms to read, a model of 10 million
 parameters.
 
-    python tests/bench/jobs/slow_data.py --steps N [--workers N] [--micro-batches N]      ours
+    python tests/bench/jobs/slow_data.py --steps N [--workers N] [--microbatches N]      ours
     MASTER_ADDR=… RANK=0 WORLD_SIZE=2 python tests/bench/jobs/slow_data.py --ddp …  the peer
 
 The peer prints the seconds of each step as one JSON list, on rank 0.
