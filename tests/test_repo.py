@@ -10,93 +10,45 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from size import (
+    ROOT,
+    circles,
+    floors,
+    imported_by,
+    imports_among,
+    lint_imports,
+    modules_in,
+    name_of,
+    too_large,
+)
 
 import elastic_trainer
 
-ROOT = Path(__file__).resolve().parent.parent
-NOT_OURS = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
 # The clone, or where the wheel was installed.
 CODE = Path(elastic_trainer.__file__).resolve().parent.parent
+NOT_OURS = {".git", ".venv", "__pycache__", "build", "dist", "runs"}
 LINKED = ("discovery", "state")
 """Folders at the top level of the clone, imported through links in elastic_trainer/."""
-PACKAGES = ("", "adapters", "commands", "data", "doctor", "driver", "evaluate", "events",
-            "examples", "horovod_style", "host", "loggers", "measure", "reduce", "rehearse",
-            "schedule", "setup", "training", "views", "wire", "world", *LINKED)
-MODULES = sorted(path for package in PACKAGES
-                 for path in (CODE / "elastic_trainer" / package).glob("*.py"))
-
-
-def name_of(path: Path) -> str:
-    """Return the name under which a file is imported."""
-    return ".".join(path.relative_to(CODE).with_suffix("").parts).removesuffix(".__init__")
-
-
-def imported_by(path: Path, root: Path = CODE) -> Iterator[str]:
-    """Yield the full names of what a module imports, anywhere in it; every relative import is made
-    whole."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            parents = path.relative_to(root).parts[: -node.level] if node.level else ()
-            yield ".".join([*parents, *([node.module] if node.module else [])])
-        elif isinstance(node, ast.Call) and ast.unparse(
-                node.func).split(".")[-1] in ("__import__", "import_module"):
-            yield ast.unparse(node.args[0]).strip("'\"")
-
-
-def ours_imported_by(path: Path) -> set[str]:
-    """Return our modules that a module imports, in functions, too, but not for types alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            node.body = []
-    names, found = {name_of(module) for module in MODULES}, set[str]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            members = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= members & names or {node.module}
-    return found & names - {name_of(path)}
-
-
-def circles(imports: Mapping[str, set[str]]) -> list[list[str]]:
-    """Return the circles among modules: those that import each other, over others or at once."""
-    reached = {name: set(direct) for name, direct in imports.items()}
-    for middle in reached:
-        for targets in reached.values():
-            if middle in targets:
-                targets |= reached[middle]
-    found = {name: sorted(other for other in targets if name in reached[other])
-             for name, targets in reached.items() if name in targets}
-    return sorted({tuple(members): members for members in found.values()}.values())
+MODULES = modules_in(CODE)
+NAMES = [name_of(path, CODE) for path in MODULES]
 
 
 def test_no_module_imports_itself_over_others() -> None:
     """Not in a function either: a circle hides which of its modules comes first."""
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
-    assert circles({name_of(path): ours_imported_by(path) for path in MODULES}) == []
+    assert circles(imports_among(MODULES, CODE)) == []
+    assert floors({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == 3
 
 
-def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
-    """Check the package in a folder against the contracts of setup.cfg."""
-    if sys.version_info < (3, 11):
-        pytest.skip("import-linter has no wheel for Python 3.10")
-    code = "from importlinter.cli import lint_imports_command; lint_imports_command()"
-    return subprocess.run(
-        [sys.executable, "-c", code, "--config", ROOT / "setup.cfg", "--no-cache"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(folder)},
-        capture_output=True,
-        text=True)
+needs_linter = pytest.mark.skipif(sys.version_info < (3, 11),
+                                  reason="import-linter has no wheel for Python 3.10")
 
 
+@needs_linter
 def test_imports_point_down() -> None:
     """No circle of packages, and none that knows which packages use it; a new package needs its
     place in the contract."""
@@ -104,6 +56,7 @@ def test_imports_point_down() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@needs_linter
 @pytest.mark.parametrize(("module", "imports"),
                          [("wire/plain.py", "elastic_trainer.driver.driver"),
                           ("state/store.py", "elastic_trainer.discovery.hosts"),
@@ -121,32 +74,9 @@ def test_an_import_that_points_up_is_found(tmp_path: Path, module: str, imports:
     assert done.returncode == 1 and imports in done.stdout, done.stdout + done.stderr
 
 
-def test_every_folder_of_modules_is_checked() -> None:
-    """A new one is named above, and in setup.cfg."""
-    folders = {path.parent.name for path in (CODE / "elastic_trainer").glob("*/__init__.py")}
-    assert folders == set(PACKAGES) - {""}
-
-
-MOST_LINES = {"module": 450, "class": 250, "function": 60}
-
-
-def lines_of(path: Path) -> Iterator[tuple[str, str, int]]:
-    """Yield kind, name and number of lines of a module, its classes and its functions."""
-    text = path.read_text(encoding="utf-8")
-    yield "module", name_of(path), len(text.splitlines())
-    kinds = {ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "function"}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            yield kinds[type(
-                node)], f"{name_of(path)}.{node.name}", node.end_lineno - node.lineno + 1
-
-
 def test_no_module_class_or_function_is_too_large() -> None:
     """What does not fit on a few screens has two jobs."""
-    found = [f"{kind} {name} has {lines} lines" for path in MODULES
-             for kind, name, lines in lines_of(path) if lines > MOST_LINES[kind]]
-    assert found == []
+    assert too_large(MODULES, CODE) == []
 
 
 def test_nothing_imports_a_linked_package_by_its_bare_name() -> None:
@@ -183,9 +113,9 @@ def test_nothing_is_pickled_in_the_packages() -> None:
         "torch.load", "torch.save", "hvd.broadcast_object", "hvd.allgather_object", "numpy.load",
         "np.load"
     }
-    found = [f"{name_of(path)} imports {name}" for path in MODULES for name in imported_by(path)
+    found = [f"{path} imports {name}" for path in MODULES for name in imported_by(path, CODE)
              if modules & set(name.split("."))]
-    found += [f"{name_of(path)} calls {ast.unparse(node.func)}" for path in MODULES
+    found += [f"{path} calls {ast.unparse(node.func)}" for path in MODULES
               for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
               if isinstance(node, ast.Call) and ast.unparse(node.func) in calls]
     assert found == []
@@ -215,7 +145,7 @@ def test_nothing_starts_when_all_modules_are_imported(tmp_path: Path) -> None:
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(CODE), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"
     }
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *map(name_of, MODULES)],
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *NAMES],
                           env=env,
                           cwd=tmp_path,
                           capture_output=True,
@@ -306,8 +236,7 @@ def test_the_installed_packages_are_all_there_are_when_the_wheel_is_built() -> N
     settings = configparser.ConfigParser()
     settings.read(ROOT / "setup.cfg")
     named = set(settings["options"]["packages"].split())
-    assert named == {name_of(path) for path in MODULES if path.name == "__init__.py"}
-    assert {name_of(path.parent / "__init__.py") for path in MODULES} <= named
+    assert named == {name_of(path, CODE) for path in MODULES if path.name == "__init__.py"}
 
 
 AS_SCRIPT = ("import runpy, sys; sys.path[0] = sys.argv[1]; "
