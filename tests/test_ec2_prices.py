@@ -1,4 +1,4 @@
-"""EC2's prices: the cost of a host is the integral of the spot price over its lives."""
+"""EC2's prices: the cost of a host is today's spot price, times its lives."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
-from botocore.stub import Stubber
+from botocore.stub import ANY, Stubber
 from test_accounts import STORY, event
 from test_report import write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.summary import summarize
-from elastic_trainer.views import ec2_prices
-from elastic_trainer.views.ec2_prices import Aws, Ec2Prices
+from elastic_trainer.views.ec2_prices import Ec2Prices
 from elastic_trainer.views.host_rows import cells, columns, host_rows
 from elastic_trainer.views.prices import costs
 from elastic_trainer.views.status import Status, fold
@@ -67,10 +66,11 @@ class Stubs:
         assert self.may_answer.wait(60)
         return self.clients[service]
 
-    def history(self, *changes: dict[str, Any], token: str = "", **asked: Any) -> None:
+    def spot(self, *changes: dict[str, Any], token: str = "", **asked: Any) -> None:
         self.stubs["ec2"].add_response(
             "describe_spot_price_history",
-            {"SpotPriceHistory": list(changes), "NextToken": token}, asked or None)
+            {"SpotPriceHistory": list(changes), "NextToken": token},
+            {"StartTime": ANY, **asked} if asked else None)
 
     def on_demand(self, *prices: str) -> None:
         self.stubs["pricing"].add_response("get_products",
@@ -88,33 +88,21 @@ def stubs() -> Iterator[Stubs]:
         stub.assert_no_pending_responses()
 
 
-def test_the_cost_of_a_host_is_the_integral_of_the_spot_price_over_its_lives(stubs: Stubs) -> None:
-    """Each zone has a price of its own, from all pages; a host on demand has the price of the
-    list."""
+def test_the_cost_of_a_host_is_the_spot_price_times_its_lives(stubs: Stubs) -> None:
+    """Each zone has a price of its own, from all pages: the newest one. A host on demand has the
+    price of the list."""
     result = summarize(events())
-    lives = {name: [[start - AT, end - AT] for start, end in host["lives"]]
-             for name, host in result["hosts"].items()}
-    assert lives["c"] == [[7.5, 14.0]]
-    first = min(start for spans in lives.values() for start, _ in spans)
     asked = {"InstanceTypes": [KIND], "ProductDescriptions": ["Linux/UNIX"],
-             "StartTime": datetime.fromtimestamp(AT + first, timezone.utc),
              "Filters": [{"Name": "availability-zone", "Values": [ZONE, OTHER]}]}
-    # EC2 lists the newest first.
-    stubs.history(change(10.0, "7200", OTHER), change(6.0, "360"), token="more", **asked)
-    stubs.history(change(-900.0, "36"), change(-50.0, "3600", OTHER), NextToken="more", **asked)
+    stubs.spot(change(10.0, "7200", OTHER), change(6.0, "360"), token="more", **asked)
+    stubs.spot(change(-900.0, "36"), change(-50.0, "3600", OTHER), NextToken="more", **asked)
     stubs.on_demand("36000", "0.0000")
-    found = costs(result, Ec2Prices(Aws(stubs)))
-
-    def paid(name: str, *prices: tuple[float, float, float]) -> float:
-        return sum(price * max(0.0, min(end, until) - max(start, since)) / 3600
-                   for start, end in lives[name] for since, until, price in prices)
-
-    of_zone = ((-900, 6, 36.0), (6, 999, 360.0))
-    of_other = ((-900, 10, 3600.0), (10, 999, 7200.0))
-    parts = {"a": paid("a", *of_zone), "b": paid("b", *of_zone), "c": paid("c", *of_other),
-             "d": paid("d", (-900, 999, 36000.0))}
-    assert parts["c"] == pytest.approx(2.5 + 8.0)
-    assert found["cost"] == pytest.approx(sum(parts.values()), rel=1e-6)
+    found = costs(result, Ec2Prices(stubs))
+    hours = {name: sum(end - start for start, end in host["lives"]) / 3600
+             for name, host in result["hosts"].items()}
+    assert hours["c"] == pytest.approx(6.5 / 3600)
+    assert found["cost"] == pytest.approx(
+        360 * (hours["a"] + hours["b"]) + 7200 * hours["c"] + 36000 * hours["d"], rel=1e-6)
     assert sum(found["by_account"].values()) == pytest.approx(found["cost"])
     assert found["currency"] == "USD"
     assert stubs.asked == [("ec2", "eu-central-1"), ("pricing", "us-east-1")]
@@ -125,33 +113,30 @@ def test_the_cost_of_a_host_is_the_integral_of_the_spot_price_over_its_lives(stu
 def test_a_missing_permission_is_named(stubs: Stubs, service: str, action: str) -> None:
     """As IAM writes it, so that it can be pasted into a policy."""
     if service == "pricing":
-        stubs.history(change(-1.0, "1"))
+        stubs.spot(change(-1.0, "1"))
     stubs.refuse(service, "UnauthorizedOperation" if service == "ec2" else "AccessDeniedException")
     with pytest.raises(ConfigError, match=rf'Allow {action} on "\*", or name a file of prices'):
-        costs(summarize(events()), Ec2Prices(Aws(stubs)))
+        costs(summarize(events()), Ec2Prices(stubs))
 
 
 def test_a_price_that_is_not_known_is_an_error_and_never_0(
         stubs: Stubs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
-    """A run before EC2's 90 days, a pool without a price, two prices on demand, a host of no cloud,
-    an answer that is no price, no credentials."""
-    late = change(0.0, "1") | {"Timestamp": datetime.fromtimestamp(AT, timezone.utc)
-                               + timedelta(days=1)}
+    """A pool without a price, two prices on demand, a host of no cloud, an answer that is no
+    price, no credentials."""
     for changes, prices, why in (
-            ([late], ["3"], "begins at 2026-11-02 00:00.*, after the start of the run"),
             ([], ["3"], f"no spot price of {KIND} in {ZONE}"),
             ([change(-1.0, "1")], ["3", "4"], f"has 2 prices of {KIND} on demand in eu-central-1")):
-        stubs.history(*changes)
+        stubs.spot(*changes)
         stubs.on_demand(*prices)
         with pytest.raises(ConfigError, match=why):
-            costs(summarize(events(**{name: (ZONE, "") for name in HOSTS})), Ec2Prices(Aws(stubs)))
+            costs(summarize(events(**{name: (ZONE, "") for name in HOSTS})), Ec2Prices(stubs))
     for price in ("nan", "-1", "none"):
-        stubs.history(change(-1.0, price))
+        stubs.spot(change(-1.0, price))
         with pytest.raises(ConfigError, match="did not answer ec2:DescribeSpotPriceHistory"):
-            costs(summarize(events()), Ec2Prices(Aws(stubs)))
+            costs(summarize(events()), Ec2Prices(stubs))
     with pytest.raises(ConfigError, match="no type and zone of host b"):
-        costs(summarize(events(a=(ZONE, ""))), Ec2Prices(Aws(stubs)))
+        costs(summarize(events(a=(ZONE, ""))), Ec2Prices(stubs))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -162,16 +147,13 @@ def test_a_price_that_is_not_known_is_an_error_and_never_0(
     assert "needs credentials, and AWS's chain has none" in capsys.readouterr().err
 
 
-def test_a_view_does_not_wait_for_prices_and_follows_them(
-        stubs: Stubs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until AWS has answered a row has none. Later only what has changed since is asked for; the
-    reason why AWS does not answer is shown."""
-    monkeypatch.setattr(ec2_prices, "ASK_S", 0.02)
-    monkeypatch.setattr(ec2_prices, "AGAIN_S", 0.02)
-    status, clock = Status(), [AT + 10.0]
+def test_a_view_does_not_wait_for_prices_and_follows_them(stubs: Stubs) -> None:
+    """Until AWS has answered a row has none. The reason why AWS does not answer is shown, with the
+    last prices."""
+    status = Status()
     for it in events()[:-1]:
         status = fold(status, it)
-    prices = Ec2Prices(Aws(stubs), clock=lambda: clock[0])
+    prices = Ec2Prices(stubs, ask_s=0.02, again_s=0.02)
     stubs.may_answer.clear()
     prices.follow()
 
@@ -182,16 +164,13 @@ def test_a_view_does_not_wait_for_prices_and_follows_them(
     assert shown() == {"-"}
     with pytest.raises(ConfigError, match="AWS is being asked for the prices"):
         prices.of_hosts(summarize(events())["hosts"])
-    stubs.history(change(-5000.0, "1"), change(-4000.0, "2", OTHER))
+    stubs.spot(change(-5000.0, "1"), change(-4000.0, "2", OTHER))
     stubs.on_demand("9")
     stubs.refuse("ec2", "UnauthorizedOperation")
-    clock[0] += 1000.0
     stubs.may_answer.set()
     wait_for(lambda: "ec2:DescribeSpotPriceHistory" in prices.trouble)
     assert shown() == {"1", "2", "9"}  # d is on demand
-    stubs.history(change(900.0, "1.5"), InstanceTypes=[KIND], ProductDescriptions=["Linux/UNIX"],
-                  Filters=[{"Name": "availability-zone", "Values": [ZONE, OTHER]}],
-                  StartTime=datetime.fromtimestamp(AT + 1010.0, timezone.utc))
+    stubs.spot(change(900.0, "1.5"), change(-4000.0, "2", OTHER))
     wait_for(lambda: shown() == {"1.5", "2", "9"})
 
 

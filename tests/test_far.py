@@ -32,7 +32,7 @@ from elastic_trainer.state.s3 import S3Store
 from elastic_trainer.views import far, mirror
 from elastic_trainer.views.live import Live
 from elastic_trainer.views.overview import Overview
-from elastic_trainer.views.watch import FAR_KILL, FullWatch, view
+from elastic_trainer.views.watch import FullWatch, view
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 60.0
@@ -281,8 +281,7 @@ def test_a_wrong_address_or_a_missing_permission_is_an_error_with_the_remedy(
 def test_a_followed_run_gets_its_news_and_shows_when_the_bucket_does_not_answer(
         tmp_path: Path, bucket: Bucket, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
-    """The view shows it until a list succeeds; `k` kills nothing, and no command to kill is
-    shown."""
+    """The view shows it until a list succeeds; no command to kill is shown."""
     monkeypatch.setattr(far, "POLL_S", 0.02)
     monkeypatch.setattr(s3, "ATTEMPTS", 1)
     write(tmp_path / "run", log()[:-2])
@@ -292,9 +291,7 @@ def test_a_followed_run_gets_its_news_and_shows_when_the_bucket_does_not_answer(
         assert run.folder.parent.stat().st_mode & 0o777 == 0o700
         shown = FullWatch(run.folder, Console(file=io.StringIO(), width=120), far=run)
         shown._read()
-        shown.press("k")
         run.follow(tells=True)
-        assert shown.dialog.said == FAR_KILL and not shown.dialog.choices
         assert "kill -9" not in shown._line() and shown.status.kill_command
         write(tmp_path / "run", log())
         bucket.upload(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""The terminal view: rows of hosts, layout, keys, and the terminal after its end."""
+"""The terminal view: rows of hosts, layout, and the terminal after its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -19,18 +20,17 @@ from typing import Any
 import pytest
 import s3_servers
 from cluster import Cluster
-from rich.console import Console, ConsoleDimensions
+from rich.console import Console
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.history import History, goodput_of
 from elastic_trainer.events.mark import PHASES
 from elastic_trainer.events.now import NOW_FILE, Now, NowReader, WorkerNow
 from elastic_trainer.events.summary import summarize
-from elastic_trainer.views import keys
 from elastic_trainer.views.host_rows import bounded, host_rows
 from elastic_trainer.views.prices import Prices
-from elastic_trainer.views.status import LiveWorker, Status, fold
-from elastic_trainer.views.watch import TOO_SMALL, FullWatch, view, watch
+from elastic_trainer.views.status import Status, fold
+from elastic_trainer.views.watch import QUIT, FullWatch, view, watch
 
 DEADLINE_S = 60.0
 
@@ -135,7 +135,8 @@ def test_the_view_fits_each_terminal(tmp_path: Path, width: int) -> None:
     shown = "\n".join(lines)
     for fact in ("seen: training", "3/100", "samples/s", "ETA", "1 min ago",
                  "goodput", "spot-host-000", "p3.2xlarge", "0.9",
-                 "more hosts:", "the checkpoint of step 2 is published", keys.HELP[:15]):
+                 "more hosts:", "the checkpoint of step 2 is published",
+                 "try it: kill -9"):
         assert fact in shown, fact
     watch.now = Now(100.0, {name: WorkerNow(
         host=worker.host, rank=0, phase="training", step=1234, drains=False, silent_s=1.0,
@@ -148,7 +149,7 @@ def test_the_view_fits_each_terminal(tmp_path: Path, width: int) -> None:
     assert sum("phase: 59 s ago (the bucket's copy)" in line for line in lines) == 1
     if width >= 80:
         assert sum("1234  1 s old    backward 59" in line for line in lines) > 9
-    assert any(keys.HELP[:15] in line for line in lines)
+    assert QUIT in lines[-2] or width < 80 and "try it: kill -9" in lines[-2]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -170,73 +171,6 @@ def test_the_goodput_is_that_of_the_report() -> None:
     assert goodput_of(history) is not None and goodput_of(History()) is None
 
 
-def test_only_yes_kills_and_each_worker_can_be_chosen() -> None:
-    """Another key than `y` ends the question; workers over ssh are not offered."""
-    workers = {f"w{it}": LiveWorker(host="here", pid=it) for it in range(20)}
-    workers["far"] = LiveWorker(host="there", pid=99, over_ssh=True)
-
-    def after(typed: str) -> keys.Dialog:
-        dialog = keys.Dialog()
-        for key in typed:
-            dialog = keys.pressed(dialog, key, workers)
-        return dialog
-
-    assert after("k1").chosen == ("w0", workers["w0"]) and after("k1y").kills
-    assert after("kmm2y").kills == ("w19", workers["w19"])
-    assert after("kmm3").chosen is None and after("kmmm1").chosen == after("k1").chosen
-    assert not any(after(f"k1{key}").kills for key in "nq1k\x1b\n ")
-    assert after("q").quits and after("kq").quits and not after("k1q").quits
-    assert keys.pressed(keys.Dialog(), "k", {"far": workers["far"]}).said
-    assert all("99" not in line for line in after("k").lines())
-
-
-@pytest.mark.parametrize(("width", "height", "workers"), [
-    (80, 24, 12), (80, 15, 4), (40, 24, 4), (20, 24, 4), (40, 10, 1), (80, 12, 9), (80, 11, 9),
-    (20, 8, 9), (10, 3, 1), (200, 60, 100)])
-def test_a_worker_is_killed_only_after_a_question_that_is_shown_whole(
-        tmp_path: Path, width: int, height: int, workers: int) -> None:
-    """Each choice and the whole question are within the terminal; if there is no room, `k` says so
-    and asks nothing. An answer that comes before the question is drawn is none."""
-    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=True,
-                      color_system=None, legacy_windows=False)
-    watch = FullWatch(tmp_path, console)
-    watch.status = status_of(log(workers))
-
-    def shown() -> str:
-        console.file = io.StringIO()
-        console.print(watch.picture())
-        lines = console.file.getvalue().splitlines()
-        assert len(lines) <= height and {len(line) for line in lines} <= {width}
-        return "".join(line[1:-1].replace(" ", "") for line in lines[1:-1])
-
-    def is_asked(key: str) -> bool:
-        watch.press(key)
-        text = shown()
-        if watch.dialog.said:
-            assert watch.dialog == keys.Dialog(said=TOO_SMALL)
-            assert width < 20 or TOO_SMALL[:40].replace(" ", "") in text
-            return False
-        assert all(line.replace(" ", "") in text for line in watch.dialog.lines())
-        return True
-
-    shown()
-    is_roomy = (width, height) not in ((20, 8), (80, 11), (10, 3))
-    assert is_asked("k") == is_roomy
-    if not is_roomy:
-        return
-    watch.press("1")
-    watch.press("y")
-    assert watch.dialog.chosen  # it was not shown yet
-    assert f"Killworker{watch.dialog.chosen[1].pid}" in shown()
-    question, console.size = watch.dialog, ConsoleDimensions(12, 4)
-    watch.press("y")
-    assert watch.dialog.said == TOO_SMALL
-    watch.dialog, console.size = question, ConsoleDimensions(width, height)
-    shown()
-    watch.press("y")
-    assert watch.dialog.said.startswith("Process 100 was not killed")
-
-
 class Terminal:
     """`elastic-trainer watch` in a terminal of its own."""
 
@@ -251,7 +185,7 @@ class Terminal:
              "from elastic_trainer.views.watch import watch; watch(sys.argv[1])", str(run_dir)],
             stdin=self.slave, stdout=self.slave, stderr=self.slave,
             env={**os.environ, "TERM": "xterm"})
-        self.shown = ""
+        self.shown = self.passed = ""
 
     def wait_for(self, text: str) -> None:
         """Wait until a text is shown after all that was waited for before."""
@@ -260,7 +194,7 @@ class Terminal:
             assert time.monotonic() < deadline, self.shown[-3000:]
             if select.select([self.master], [], [], 1.0)[0]:
                 self.shown += os.read(self.master, 65536).decode(errors="replace")
-        self.shown = self.shown.partition(text)[2]
+        self.passed, _, self.shown = self.shown.partition(text)
 
     def press(self, key: str) -> None:
         os.write(self.master, key.encode())
@@ -275,57 +209,26 @@ class Terminal:
         return code
 
 
-def test_k_kills_a_worker_of_the_run_and_nothing_else(tmp_path: Path) -> None:
-    """In a real terminal: a worker's process is killed after the question; a process with the pid
-    of a worker, which is none of this run, lives on; then `q` ends the view."""
-    sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    mine = {**os.environ, "ELASTIC_TRAINER_WORKER": "mine:0",
-            "ELASTIC_TRAINER_RUN_DIR": str(tmp_path)}
-    with subprocess.Popen(sleep, env=mine) as worker, \
-            subprocess.Popen(sleep, env={**mine, "ELASTIC_TRAINER_RUN_DIR": "/other"}) as other:
-        try:
-            events = [{"event": "run.started", "run": "seen", "options": {}},
-                      {"event": "attempt.started", "attempt": 1},
-                      *({"event": "driver.worker_started", "worker": f"mine:{slot}", "slot": slot,
-                         "host": "localhost", "pid": it.pid}
-                        for slot, it in enumerate((worker, other)))]
-            write(tmp_path, [{"time": 1.0, **event} for event in events])
-            terminal = Terminal(tmp_path)
-            for key, shown in (("", f"worker {other.pid} boots"), ("k", f"2: worker {other.pid}"),
-                               ("2", f"Kill worker {other.pid}"), ("n", "Nothing was killed"),
-                               ("k", "other keys: back"), ("2", f"Kill worker {other.pid}"),
-                               ("y", f"Process {other.pid} was not killed"),
-                               ("k", "other keys: back"), ("1", f"Kill worker {worker.pid}"),
-                               ("y", f"Worker {worker.pid} was killed")):
-                terminal.press(key)
-                terminal.wait_for(shown)
-            assert worker.wait(DEADLINE_S) == -signal.SIGKILL and other.poll() is None
-            terminal.press("q")
-            assert terminal.end() == 0
-        finally:
-            worker.kill()
-            other.kill()
-
-
 @pytest.mark.parametrize(("is_ctrl_c", "code"), [(True, 0), (False, 143)])
 def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, is_ctrl_c: bool,
                                                 code: int) -> None:
     """After Ctrl-C and SIGTERM the terminal echoes again and shows its cursor."""
     write(tmp_path, log())
     terminal = Terminal(tmp_path)
-    terminal.wait_for(keys.HELP)
+    terminal.wait_for(QUIT)
     if is_ctrl_c:
         terminal.press("\x03")
     else:
         terminal.process.terminate()
     assert terminal.end() == code
 
-def test_k_costs_a_real_run_nothing_but_the_worker(
+
+def test_the_command_that_is_shown_costs_a_real_run_nothing_but_the_worker(
         tmp_path: Path, twin_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
-    """A worker of a run is killed with `k`: the run goes on, with the undisturbed twin's bits, and
-    the view shows its hosts, their heartbeats, and its end. Its driver's file goes with it. From a
-    bucket the run is proved and reported alike."""
+    """A worker of a run is killed by the command: the run goes on with the undisturbed twin's bits.
+    The view shows its hosts, their heartbeats, and its end, with which its driver's file goes. From
+    a bucket the run is proved and reported alike."""
     job = ("--steps", "60", "--step-s", "0.2")
     with Cluster(tmp_path, job=job) as cluster:
         cluster.wait_for_step(3)
@@ -337,10 +240,13 @@ def test_k_costs_a_real_run_nothing_but_the_worker(
         assert {it.does for it in now.workers.values()} <= {*PHASES}
         assert all(it.silent_s < 8 for it in now.workers.values())  # else it is evicted (PATIENT)
         terminal = Terminal(cluster.run_dir)
-        for key, shown in (("", "training"), ("", "heartbeat"), ("", " s old"),
-                           ("k", "other keys: back"), ("1", "Kill worker"), ("y", "was killed")):
-            terminal.press(key)
+        for shown in ("training", "heartbeat", " s old", "try it: "):
             terminal.wait_for(shown)
+        terminal.wait_for(QUIT)
+        command = re.match(r"kill -9 (\d+)", terminal.passed)
+        assert command and int(command[1]) in cluster.live_pids().values()
+        os.kill(int(command[1]), signal.SIGKILL)
+        terminal.wait_for("was killed")
         assert cluster.finish() == 0
         terminal.wait_for("finished")
         assert terminal.end() == 0

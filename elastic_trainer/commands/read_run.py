@@ -290,9 +290,9 @@ def _prices(options: argparse.Namespace) -> Pricing | None:
 
     if options.prices != Path("ec2"):
         return load(options.prices) if options.prices else None
-    from elastic_trainer.views.ec2_prices import Aws, Ec2Prices
+    from elastic_trainer.views.ec2_prices import Ec2Prices
 
-    prices = Ec2Prices(Aws())
+    prices = Ec2Prices()
     if options.command == "watch":
         prices.follow()
     return prices

@@ -20,8 +20,7 @@ What always holds:
 2. A host without a price is an error that names it, never a cost of 0.
 
 What it does not do: follow the spot price over time. A file has one price for the whole run, and
-EC2's prices come as the mean over a host's lives (ec2_prices). So the cost of a host is exact, and
-its accounts share it by their seconds.
+EC2's prices are those of today (ec2_prices).
 """
 
 from __future__ import annotations
@@ -68,11 +67,11 @@ class Pricing(Protocol):
 
     def find(self, host: str, kind: str, zone: str = "", lifecycle: str = ""
              ) -> Price | None:
-        """Return the present price of a host of a type ("": unknown); None if there is none."""
+        """Return the price of a host of a type ("": unknown); None if there is none."""
         ...
 
     def of_hosts(self, hosts: Mapping[str, Any]) -> Mapping[str, Price]:
-        """Return the price of each host of a result, over its lives. Raises ConfigError."""
+        """Return the price of each host of a result. Raises ConfigError."""
         ...
 
 

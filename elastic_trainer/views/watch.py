@@ -7,7 +7,6 @@ terminal.
 
 What always holds:
 1. It only reads, so it can be started, stopped and killed at any time, during the run or later.
-   Only the key `k` acts (keys.py).
 2. A line that is being written is read when it is whole. A malformed line is left out.
 3. The terminal is as it was before, also after Ctrl-C, an exception and SIGTERM.
 """
@@ -37,7 +36,6 @@ from elastic_trainer.events.history import History, UntilFinished, goodput_of
 from elastic_trainer.events.now import Now, NowReader
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.events.sigterm import ended_by_sigterm
-from elastic_trainer.views import keys
 from elastic_trainer.views.host_rows import (
     PHASE,
     HostRow,
@@ -70,17 +68,20 @@ PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
 MOST_NEWS = 1000
 """Without a terminal, the lines that are printed at once are at most the last ones of so many."""
-FAR_KILL = ("k kills workers of this machine, and this run is read from a bucket. Call watch on "
-            "the machine of the worker.")
-TOO_SMALL = ("This terminal has no room for the workers and the question, so nothing is killed. "
-             "Enlarge it, and press k again.")
+QUIT = "Ctrl-C: quit"
+
+
+def kill_hint(status: Status, *, is_far: bool = False) -> str:
+    """Return how to try out a recovery; "" if no command kills a worker from here."""
+    shows = status.kill_command and status.phase == "training" and not is_far
+    return f"try it: {status.kill_command}" if shows else ""
 
 
 def plain_line(status: Status, *, is_far: bool = False) -> str:
-    """Return the status in one line. Of a far run no command kills a worker from here."""
+    """Return the status in one line."""
     facts = [f"{name} {value}" for name, value in _facts(status)]
-    shows_kill = status.kill_command and status.phase == "training" and not is_far
-    kill = f"; try it: {status.kill_command}" if shows_kill else ""
+    hint = kill_hint(status, is_far=is_far)
+    kill = f"; {hint}" if hint else ""
     refusal = f"; {status.refusal}" if status.refusal else ""
     return plain(f"run {status.run}, {status.phase}: {', '.join(facts)}{refusal}{kill}")
 
@@ -101,12 +102,14 @@ def panel(status: Status) -> Panel:
 
 
 def view(watch: FullWatch, moment: float) -> Panel:
-    """Lay the run out for a whole terminal: the facts, the hosts, the events, the keys.
+    """Lay the run out for a whole terminal: the facts, the hosts, the events, how to go on.
 
-    In a small terminal the keys and a question stay whole. Events go first, the oldest of them.
+    In a small terminal events go first, the oldest of them.
     """
-    status, asked = watch.status, asked_lines(watch.console, watch.dialog)
-    room = max(0, watch.console.height - FRAME_LINES - len(asked))
+    status = watch.status
+    hint = "    ".join(filter(None, [kill_hint(status, is_far=watch.far is not None), QUIT]))
+    last = Text(plain(hint), style="yellow", no_wrap=True, overflow="ellipsis")
+    room = max(0, watch.console.height - FRAME_LINES - 1)
     facts = [*_facts(status), ("checkpoint", _checkpoint(status, moment)),
              ("goodput", "-" if watch.goodput is None else f"{watch.goodput:.1%}")]
     columns = Columns([Text.assemble((f"{name} ", "dim"), (value, "bold"))
@@ -123,21 +126,9 @@ def view(watch: FullWatch, moment: float) -> Panel:
     recent = [Text(line, no_wrap=True, overflow="ellipsis") for line in told]
     body = _rendered(watch.console, _hosts(watch, rows, moment), *more, Text(), *recent)
     lines = [*head, *body][:room]
-    return Panel(Group(SegmentLines(lines, new_lines=True), *asked),
+    return Panel(Group(SegmentLines(lines, new_lines=True), last),
                  title=Text(plain(f"{status.run}: {status.phase}")), title_align="left",
-                 height=min(watch.console.height, FRAME_LINES + len(lines) + len(asked)))
-
-
-def asked_lines(console: Console, dialog: keys.Dialog) -> list[Text]:
-    """Return the lines of a dialog, broken as a terminal of this width needs it."""
-    width = max(1, console.width - FRAME_COLUMNS)
-    return [part for line in dialog.lines()
-            for part in Text(plain(line), style="yellow").wrap(console, width)]
-
-
-def is_shown_whole(console: Console, dialog: keys.Dialog) -> bool:
-    """True if a terminal has room for each choice and for the question."""
-    return len(asked_lines(console, dialog)) <= console.height - FRAME_LINES
+                 height=min(watch.console.height, FRAME_LINES + len(lines) + 1))
 
 
 def _rendered(console: Console, *parts: RenderableType) -> list[list[Segment]]:
@@ -207,7 +198,7 @@ class Watch:
         self._printed, self._printed_at = self.status, time.monotonic()
         # At the start the log may have many.
         self._news: deque[str] = deque(maxlen=RECENT_EVENTS)
-        self._is_stopped = threading.Event()
+        self._is_stopped, self._has_ended = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._show, name="watch", daemon=True)
 
     def start(self) -> None:
@@ -220,8 +211,10 @@ class Watch:
 
     def wait(self) -> None:
         """Return when the run is over."""
-        while not self.status.is_over and self._thread.is_alive():
-            self._thread.join(REFRESH_S)
+        # Not by Thread.join: when a signal interrupts it, Python 3.11 takes the thread for ended
+        # (threading.py, _wait_for_tstate_lock), and the cursor would stay hidden.
+        while not self.status.is_over and not self._has_ended.wait(REFRESH_S):
+            pass
 
     def _show(self) -> None:
         try:
@@ -232,6 +225,8 @@ class Watch:
                 self._follow(self._print_news)
         except OSError as error:
             self.failure = error
+        finally:
+            self._has_ended.set()
 
     def _redraw(self, live: Live) -> None:
         live.update(self.picture(), refresh=True)
@@ -288,58 +283,25 @@ class FullWatch(Watch):
         super().__init__(run_dir, console)
         self.run_dir, self.prices, self.far = Path(run_dir), prices, far
         """`far`: the run that `run_dir` is a copy of."""
-        self.dialog = keys.Dialog()
         self.goodput: float | None = None
         self.now: Now | None = None
         self._now_reader = NowReader(self.run_dir, is_copy=far is not None)
         self._gate, self._history = UntilFinished(), History(run=self.run_dir.name)
-        self._drawn: tuple[keys.Dialog, float] = self.dialog, -math.inf
-        self._shown = self.dialog
-
-    def wait_for_keys(self) -> None:
-        """Return when the run is over or the user quits."""
-        with keys.single_keys() as descriptor:
-            while not self.status.is_over and self._thread.is_alive() and not self.dialog.quits:
-                try:
-                    typed = keys.read(descriptor, REFRESH_S)
-                except EOFError:
-                    return self.wait()
-                for key in typed:
-                    self.press(key)
-
-    def press(self, key: str) -> None:
-        """Take a key. A question is answered only when it is shown, and shown whole."""
-        if self.dialog.chosen and self._shown is not self.dialog:
-            return
-        if self.far and key == "k":
-            self.dialog = keys.Dialog(said=FAR_KILL)
-            return
-        dialog = keys.pressed(self.dialog, key, self.status.workers)
-        has_asked, asks = bool(self.dialog.chosen), bool(dialog.chosen or dialog.choices)
-        if (has_asked and not is_shown_whole(self.console, self.dialog)
-                or asks and not is_shown_whole(self.console, dialog)):
-            dialog = keys.Dialog(said=TOO_SMALL)
-        elif dialog.kills:
-            dialog = keys.Dialog(said=keys.kill(dialog.kills, self.run_dir))
-        self.dialog = dialog
+        self._drawn_at = -math.inf
 
     def _redraw(self, live: Live) -> None:
-        """Draw after a key, at the end, and otherwise once in FULL_REFRESH_S."""
-        now, dialog = time.monotonic(), self.dialog
-        if (dialog is not self._drawn[0] or self._is_stopped.is_set()
-                or now - self._drawn[1] >= FULL_REFRESH_S):
-            self._drawn = dialog, now
+        """Draw at the end, and otherwise once in FULL_REFRESH_S."""
+        now = time.monotonic()
+        if self._is_stopped.is_set() or now - self._drawn_at >= FULL_REFRESH_S:
+            self._drawn_at = now
             super()._redraw(live)
 
     def _line(self) -> str:
         return plain_line(self.status, is_far=self.far is not None)
 
     def picture(self) -> Panel:
-        dialog = self.dialog
         self.goodput, self.now = goodput_of(self._history), self._now_reader.read()
-        picture = view(self, time.time())
-        self._shown = dialog
-        return picture
+        return view(self, time.time())
 
     def _take(self, event: Event) -> None:
         for through in self._gate.take(event):
@@ -348,7 +310,7 @@ class FullWatch(Watch):
 
 def watch(run_dir: str | Path, console: Console | None = None,
           prices: Pricing | None = None, far: FarRun | None = None) -> None:
-    """Show a run until it is over or the user presses `q` or Ctrl-C: `elastic-trainer watch`.
+    """Show a run until it is over or the user presses Ctrl-C: `elastic-trainer watch`.
 
     Raises OSError if the log cannot be read.
     """
@@ -358,10 +320,7 @@ def watch(run_dir: str | Path, console: Console | None = None,
     with ended_by_sigterm():
         try:
             shown.start()
-            if shown.console.is_terminal and keys.can_read():
-                shown.wait_for_keys()
-            else:
-                shown.wait()
+            shown.wait()
         except KeyboardInterrupt:
             pass
         finally:
