@@ -49,7 +49,8 @@ from elastic_trainer.renamed import FIELDS, present
 from elastic_trainer.wire.proof import Proof
 
 __all__ = ["MAX_ERROR", "MAX_LINE_BYTES", "MAX_NAME", "MAX_PEERS", "REQUIRED", "UNREADABLE",
-           "fields_of", "flaw", "flaw_of_message", "misfit", "parse", "parse_object"]
+           "fields_of", "flaw", "flaw_of_message", "misfit", "parse", "parse_named",
+           "parse_object"]
 
 MAX_LINE_BYTES = (1 << 19) - 4096
 """The longest line of an event. A traceback of 50,000 characters fits, also where most of them are
@@ -99,10 +100,16 @@ def misfit(event: Mapping[str, Any]) -> str:
 
 def parse(line: bytes | str) -> dict[str, Any] | None:
     """Return the event of a line; None if it is malformed."""
+    event = parse_named(line)
+    return None if event is None or flaw(event) else event
+
+
+def parse_named(line: bytes | str) -> dict[str, Any] | None:
+    """Return a line's JSON object with the present names of fields; None if there is none."""
     event = parse_object(line)
     if event is not None and not FIELDS.keys().isdisjoint(event):
         event = present(event)  # of version 0.1
-    return None if event is None or flaw(event) else event
+    return event
 
 
 def parse_object(line: bytes | str) -> dict[str, Any] | None:

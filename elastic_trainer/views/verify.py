@@ -42,7 +42,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from elastic_trainer.events.schema import UNREADABLE, parse_object
+from elastic_trainer.events.schema import UNREADABLE, parse_named
 from elastic_trainer.events.segments import Reader, has_events
 from elastic_trainer.events.summary import RESULT_FILE
 from elastic_trainer.views.judge import Judge
@@ -145,5 +145,5 @@ def _torn(number: int, raw: bytes) -> Iterable[Line]:
 
 
 def _parse_event(raw: bytes) -> Event | None:
-    event = parse_object(raw)
+    event = parse_named(raw)
     return event if event is not None and isinstance(event.get("event"), str) else None
