@@ -156,11 +156,10 @@ def sentences(thing: type) -> dict[str, str]:
 
 
 def options() -> str:
-    """Return the options that train() and Trainer share, with the names that train() has."""
+    """Return the options of train() and Trainer."""
     meaning = sentences(Options)
     lines = ["## Options", "",
-             "The options that `train` and `Trainer` share. `Trainer` has `until` for `epochs` and",
-             "`max_steps`, `lr` for `schedule`, and `state` for `extras`.", ""]
+             "The options that `train` and `Trainer` share.", ""]
     for field in fields(Options):
         lines += textwrap.wrap(f"- `{field.name}`: {meaning[field.name]}", 98,
                                subsequent_indent="  ")

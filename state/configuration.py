@@ -71,37 +71,13 @@ class Configuration(Mapping[str, Any]):
 
     @property
     def training(self) -> dict[str, Any]:
-        """The options for `Trainer(model, optimizer, dataset, **config.training)`.
+        """The options for `Trainer(model, optimizer, dataset, **config.training)` and train().
 
-        `epochs` or `max_steps` become `until`. `lr` is not among them: the script builds its
-        optimizer with `config["training"]["lr"]`. Raises ConfigError.
+        `lr` is not among them: the script builds its optimizer with `config["training"]["lr"]`.
         """
-        given = self.train
-        epochs, steps = given.pop("epochs", None), given.pop("max_steps", None)
-        if epochs is not None and steps is not None:
-            raise ConfigError(
-                f"{self.source} has training.epochs and training.max_steps, but Trainer has one "
-                f"length. Leave one of them out, or train with train(), which has both: "
-                f"train(**config.train).")
-        if epochs is not None or steps is not None:
-            given["until"] = f"{epochs} epochs" if epochs is not None else f"{steps} steps"
-        return given
-
-    @property
-    def train(self) -> dict[str, Any]:
-        """The options for `train(model, optimizer, dataset, loss=loss, **config.train)`: with
-        `epochs` and `max_steps`, also where `until` is given. Raises ConfigError."""
-        given = self.section(TRAINING)
-        self._read |= {f"{TRAINING}.{key}" for key in given if key not in SCRIPTS_OWN}
-        for key in SCRIPTS_OWN:
-            given.pop(key, None)
-        until = given.pop("until", None)
-        if until is not None:
-            if {"epochs", "max_steps"} & given.keys():
-                raise ConfigError(f"{self.source} has training.until and another length. Leave one "
-                                  f"of them out.")
-            number, _, unit = until.partition(" ")
-            given["epochs" if unit.startswith("epoch") else "max_steps"] = int(number)
+        given = {key: value for key, value in self.section(TRAINING).items()
+                 if key not in SCRIPTS_OWN}
+        self._read |= {f"{TRAINING}.{key}" for key in given}
         return given
 
     def as_dict(self) -> dict[str, Any]:

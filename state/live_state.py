@@ -240,7 +240,7 @@ class LiveState:
         if misfit := self.attributes.misfit(values.get("attributes", {})):
             raise LayoutError(misfit)
         if values["extras"].keys() != self.extras.keys():
-            raise LayoutError(f"the objects in state (with train(): extras) are "
+            raise LayoutError(f"the objects in state are "
                               f"{sorted(values['extras'])} there and {sorted(self.extras)} in this "
                               f"job")
 

@@ -32,7 +32,7 @@ def declared() -> tuple[dict[str, Any], dict[str, Any], frozenset[str]]:
     path = Path(elastic_trainer.__file__).resolve().parent / "training" / "options.py"
     body = next(node.body for node in ast.parse(path.read_text(encoding="utf-8")).body
                 if isinstance(node, ast.ClassDef) and node.name == "Options")
-    types: dict[str, Any] = {"until": str}
+    types: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     others = set()
     for node in body:
@@ -68,15 +68,11 @@ def require_options(configuration: Configuration) -> None:
                 f"it in the script, from values in a section of yours such as [{name}].")
     known = {**types, **dict.fromkeys(SCRIPTS_OWN, float)}
     require_types(given, known, TRAINING, configuration.source)
-    lengths = [key for key in ("until", "epochs", "max_steps") if key in given]
     if "until" in given:
         number, _, unit = given["until"].partition(" ")
         if not number.isdecimal() or not int(number) or unit.rstrip("s") not in ("epoch", "step"):
             raise ConfigError(f"{configuration.source} has training.until = {given['until']!r}. "
                               f'Use "10 epochs" or "5000 steps".')
-        if len(lengths) > 1:
-            raise ConfigError(f"{configuration.source} has {lengths} in [training], but a run has "
-                              f"one length. Leave one of them out.")
 
 
 def require_types(given: Mapping[str, Any], types: Mapping[str, Any], section: str,

@@ -174,7 +174,7 @@ def test_train_evaluates_as_a_loop_does(monkeypatch: pytest.MonkeyPatch) -> None
     """The same weights, end and best, in worlds of one and two; also of averaged weights."""
     def by_train(model: Model, **more: Any) -> Ended:
         torch.manual_seed(0)
-        result = trained(model, epochs=20, best=RULE, evaluate=Evaluation(
+        result = trained(model, until="20 epochs", best=RULE, evaluate=Evaluation(
             DATA, found, every="2 steps", batch_size=7, **more.pop("evaluation", {})), **more)
         assert result.best
         return result.weights_sha256, result.steps, result.best.value or 0.0, result.best.step

@@ -198,7 +198,7 @@ def test_a_step_ends_with_what_the_rule_of_a_buffer_gives() -> None:
             one = copy.deepcopy(model)
             one(INPUT[torch.from_numpy(SCHEDULE.microbatch_samples(0, microbatch))])
             lefts.append(dict(one.named_buffers()))
-        trained(model, max_steps=1, buffers=rules)
+        trained(model, until="1 step", buffers=rules)
         now = dict(model.named_buffers())
         if kind == "a queue":
             rows = torch.cat([left["2.keys"][:2] for left in lefts])

@@ -74,14 +74,13 @@ def test_a_checkpoint_names_its_job(
           loss=lambda m, batch: m(batch[0]).square().mean(),
           global_batch=4,
           microbatches=2,
-          epochs=3,
           seed=5,
           clip_norm=0.5,
-          max_steps=2)
+          until="2 steps")
     assert main(["checkpoints", "show", str(tmp_path / "checkpoints")]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["schedule"] == {
-        "dataset_size": 10, "global_batch": 4, "microbatches": 2, "epochs": 3, "seed": 5,
+        "dataset_size": 10, "global_batch": 4, "microbatches": 2, "epochs": None, "seed": 5,
         "max_steps": 2,
         "drop_last": False, "min_microbatch_samples": 1, "steps": 2
     }

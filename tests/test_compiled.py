@@ -81,16 +81,8 @@ def trained(model: torch.nn.Module, **changes: Any) -> Result:
         return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return train(model,
-                 optimizer,
-                 DATA,
-                 loss=loss,
-                 global_batch=8,
-                 microbatches=2,
-                 epochs=2,
-                 seed=3,
-                 buffers={"mean": "mean"},
-                 **changes)
+    return train(model, optimizer, DATA, loss=loss, global_batch=8, microbatches=2, seed=3,
+                 buffers={"mean": "mean"}, **({"until": "2 epochs"} | changes))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -106,7 +98,7 @@ def test_a_run_goes_on_when_the_model_is_compiled_or_no_more(tmp_path: Path, way
     """A checkpoint of the one is restored by the other, to the same bits."""
     models = [WAYS[way](Net()), Net()]
     first, second = models if compiled_first else reversed(models)
-    trained(first, run_dir=tmp_path / "run", max_steps=3)
+    trained(first, run_dir=tmp_path / "run", until="3 steps")
     heard: list[str] = []
 
     def listen(event: str, facts: dict[str, Any]) -> None:
@@ -121,7 +113,7 @@ def test_an_export_of_a_compiled_model_is_loaded_by_one_that_is_not(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Strictly: with both names of a tied weight. `show` names the tensors so too."""
     model = whole(Net())
-    trained(model, run_dir=tmp_path / "run", max_steps=2)
+    trained(model, run_dir=tmp_path / "run", until="2 steps")
     output = tmp_path / "model.safetensors"
     assert main(["checkpoints", "export", str(tmp_path / "run" / "checkpoints"), str(output)]) == 0
     fresh = Net()

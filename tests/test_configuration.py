@@ -74,7 +74,6 @@ def test_each_plain_option_is_known_and_each_object_is_refused() -> None:
     ("[training]\nmicrobatches = true", r"training\.microbatches = True\. Use a whole number\."),
     ("[training]\nloader = 4", r"training\.loader, but this option is an object\. Build it in the"),
     ("[training]\nuntil = '3 weeks'", r"training\.until = '3 weeks'\. Use \"10 epochs\""),
-    ("[training]\nuntil = '3 steps'\nepochs = 3", r"one length\. Leave one of them out"),
     ("[training]\nlr = 'big'", r"training\.lr = 'big'\. Use a number"),
     ("[model]\nwidth = x", r"is not valid TOML: .*line 2"),
     ("width = 3", r"width = 3 outside of a section\. Put it below a line such as \[model\]"),
@@ -124,15 +123,10 @@ def test_a_configuration_cannot_be_changed_and_a_missing_key_names_file_and_key(
         found["data"]
 
 
-def test_lengths_fit_trainer_and_train() -> None:
-    """Each takes its own; the learning rate is the script's."""
-    of_epochs = Configuration({"training": {"epochs": 3, "lr": 0.1, "microbatches": 2}}, "run.toml")
-    assert of_epochs.training == {"until": "3 epochs", "microbatches": 2}
-    assert of_epochs.train == {"epochs": 3, "microbatches": 2}
-    of_steps = Configuration({"training": {"until": "70 steps"}}, "run.toml")
-    assert of_steps.training == {"until": "70 steps"} and of_steps.train == {"max_steps": 70}
-    with pytest.raises(ConfigError, match="Leave one of them out"):
-        _ = Configuration({"training": {"epochs": 1, "max_steps": 2}}, "run.toml").training
+def test_the_section_training_has_the_options_without_the_learning_rate() -> None:
+    """It is the script's, for its optimizer."""
+    found = Configuration({"training": {"until": "3 epochs", "lr": 0.1, "microbatches": 2}}, "run")
+    assert found.training == {"until": "3 epochs", "microbatches": 2}
 
 
 # --- the launcher ---------------------------------------------------------------------------------
@@ -241,7 +235,7 @@ def test_a_value_that_the_script_does_not_read_is_remarked(
     assert config["model"]["width"] == 3 and dict(**config["model"]["sizes"]) == {"a": 1}
     ears, model = Ears(), built()
     for step in Trainer(model, torch.optim.SGD(model.parameters(), 0.1), DATA, listeners=[ears],
-                        until="1 steps", progress=False, **config.training):
+                        until="1 step", progress=False, **config.training):
         for batch in step:
             step.backward(mse(model, batch))
     assert [facts["option"] for facts in ears.facts("job.option_ignored")] == [
@@ -256,7 +250,7 @@ WAS = {"training.microbatches": 4, "training.lr": 0.1, "model.width": 8, "traini
 @pytest.mark.parametrize(("now", "allowed", "message"), [
     (WAS, [], ""),
     (WAS | {"training.seed": 0, "training.clip_norm": 1.0}, ["training.clip_norm"], ""),
-    (WAS | {"training.keep_last": 9, "run.workers": 7, "training.max_steps": 9}, [], ""),
+    (WAS | {"training.keep_last": 9, "run.workers": 7, "training.until": "9 steps"}, [], ""),
     (WAS | {"model.width": 9}, ["model.width"], ""),
     (WAS | {"model.width": 9}, ["training.lr"], "model.width is 8 in the run, but 9 is given. "
      "This would change the bits of the run.* --allow-change model.width, or"),
@@ -281,12 +275,13 @@ def test_a_change_of_the_bits_is_refused_unless_it_is_allowed(
 def run_of(monkeypatch: pytest.MonkeyPatch, steps: int, lr: float, ears: Ears | None = None,
            **model: Any) -> torch.nn.Module:
     """Train with a configuration, to a step."""
-    config = given(monkeypatch, training=TRAINING | {"lr": lr, "max_steps": steps}, model=model)
+    config = given(monkeypatch, model=model,
+                   training=TRAINING | {"lr": lr, "until": f"{steps} steps"})
     net = built()
     optimizer = torch.optim.SGD(net.parameters(), lr=config["training"]["lr"])
     for _ in config["model"].values():
         pass
-    trained(net, optimizer, **(config.train | {"epochs": None}), listeners=[ears] if ears else [])
+    trained(net, optimizer, listeners=[ears] if ears else [], **config.training)
     return net
 
 
@@ -297,7 +292,7 @@ def test_a_changed_value_ends_a_resumed_run_at_once_unless_it_is_allowed(
     assert main(["checkpoints", "show", str(run_dir / "checkpoints")]) == 0
     shown = json.loads(capsys.readouterr().out)["configuration"]
     assert shown == {"training.global_batch": 8, "training.microbatches": 4, "training.seed": 3,
-                     "training.lr": 0.1, "training.max_steps": 2, "model.width": 8}
+                     "training.lr": 0.1, "training.until": "2 steps", "model.width": 8}
     with pytest.raises(ConfigError, match=r"model.width is 8 in the run, but 9 is given"):
         run_of(monkeypatch, 4, 0.1, width=9)
     argv = ["run", "--run", "run", "--runs-dir", str(run_dir.parent), "--set", "training.lr=0.2"]

@@ -98,13 +98,13 @@ def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> No
 
     in_a_world(size, lambda rank: job(models[rank], loss=broken))
     reference = scaled()
-    trained(reference, max_steps=1)
+    trained(reference, until="1 step")
     assert all(kept(model) == kept(reference) for model in models)
 
 
 def test_extra_state_goes_on_where_it_was_when_a_run_is_resumed(run_dir: Path) -> None:
     """It is part of the checkpoint."""
-    trained(scaled(), max_steps=4)
+    trained(scaled(), until="4 steps")
     resumed = trained(scaled(seed=9)).model
     straight = scaled()
     trained(straight, run_dir=run_dir.with_name("other"))
@@ -183,7 +183,7 @@ def test_extra_state_that_cannot_be_kept_is_refused_at_the_start(
 def test_a_checkpoint_that_lacks_the_extra_state_is_refused(run_dir: Path) -> None:
     """A run of a model without it, or of a version that did not keep it, is not gone on with in
     silence."""
-    trained(built(torch.nn.Identity()), max_steps=2)
+    trained(built(torch.nn.Identity()), until="2 steps")
     with pytest.raises(LayoutError,
                        match=r"extra state is \[\] there and \['2\._extra_state'\] in this model"):
         trained(scaled())
@@ -194,7 +194,7 @@ def test_extra_state_is_exported_under_the_names_of_state_dict(
     """Tensors as tensors, numbers and text as JSON in the metadata; what safetensors cannot hold is
     named."""
     amax = torch.tensor([1.0, 2.0])
-    trained(built(Holding(amax), Holding({"passes": 3}), Holding([amax])), max_steps=1)
+    trained(built(Holding(amax), Holding({"passes": 3}), Holding([amax])), until="1 step")
     target = run_dir / "model.safetensors"
     assert main(["checkpoints", "export", str(run_dir / "checkpoints"), str(target)]) == 0
     said = capsys.readouterr().out

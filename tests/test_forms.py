@@ -318,25 +318,25 @@ def test_a_value_that_would_not_come_back_is_refused_when_the_loop_begins(name: 
 
     make, told = REFUSED[name]
     with pytest.raises(ConfigError, match=f"(?s)extras/kept/value.* {told}|{told}"):
-        trained(built(), loss=loss, extras={"kept": Holder([make()])})
+        trained(built(), loss=loss, state={"kept": Holder([make()])})
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_values_type_comes_back_when_a_run_is_resumed(number: int, tmp_path: Path) -> None:
     """It is that of the object which this process has registered: its class is not imported."""
     values = [PLAIN, OF_TORCH, OF_NUMPY, OF_CLASSES][number]
-    trained(built(), extras={"kept": Holder(values)}, max_steps=2, run_dir=tmp_path / "run")
+    trained(built(), state={"kept": Holder(values)}, until="2 steps", run_dir=tmp_path / "run")
     holder = Holder([OF_CLASSES])
-    trained(built(), extras={"kept": holder}, run_dir=tmp_path / "run")
+    trained(built(), state={"kept": holder}, run_dir=tmp_path / "run")
     assert same(holder.value, values)
 
 
 def test_a_class_that_this_process_does_not_hold_is_named_when_a_run_is_resumed(
         tmp_path: Path) -> None:
     """The store does not choose what is imported."""
-    trained(built(), extras={"kept": Holder(Level.LOW)}, max_steps=2, run_dir=tmp_path / "run")
+    trained(built(), state={"kept": Holder(Level.LOW)}, until="2 steps", run_dir=tmp_path / "run")
     with pytest.raises(LayoutError, match=r"test_forms\.Level.*when the loop began"):
-        trained(built(), extras={"kept": Holder()}, run_dir=tmp_path / "run")
+        trained(built(), state={"kept": Holder()}, run_dir=tmp_path / "run")
     assert "antigravity" not in sys.modules
 
 
@@ -395,7 +395,7 @@ def test_numpys_numbers_in_an_optimizer_are_kept_when_a_run_is_resumed(tmp_path:
                        lr=numpy.float32(0.1))
 
     straight = trained(model := built(), numbers(model))
-    trained(model := built(), numbers(model), max_steps=3, run_dir=tmp_path / "run")
+    trained(model := built(), numbers(model), until="3 steps", run_dir=tmp_path / "run")
     model = built()
     optimizer = numbers(model)
     resumed = trained(model, optimizer, run_dir=tmp_path / "run")
@@ -458,7 +458,7 @@ def test_a_tensor_of_a_model_is_trained_with_or_refused_by_name_when_the_loop_be
     except (RuntimeError, TypeError, NotImplementedError):
         return  # torch itself has no such model
     try:
-        trained(model, torch.optim.SGD(model.inner.parameters(), 0.1), loss=loss, max_steps=1)
+        trained(model, torch.optim.SGD(model.inner.parameters(), 0.1), loss=loss, until="1 step")
     except ConfigError as error:
         assert not begun and "other" in str(error)
     assert begun or kind not in ("float32", "int64", "bool", "bfloat16", "channels_last")

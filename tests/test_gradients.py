@@ -355,7 +355,7 @@ def thawed_within() -> dict[str, Any]:
     def after_step(step: int) -> None:
         counter.step = step + 1
 
-    return job_of(model, adamw, loss=loss, after_step=after_step, extras={"counter": counter})
+    return job_of(model, adamw, loss=loss, after_step=after_step, state={"counter": counter})
 
 
 THAWED: dict[str,
@@ -404,7 +404,7 @@ def test_the_set_of_trained_parameters_goes_on_when_a_run_is_resumed(where: str,
         model = made.pop("model")
         return trained(model, made.pop("optimizer"), **made, **changes).weights_sha256
 
-    run(run_dir=tmp_path / "run", max_steps=stop, checkpoint_every=1)
+    run(run_dir=tmp_path / "run", until=f"{stop} steps", checkpoint_every=1)
     assert run(run_dir=tmp_path / "run", checkpoint_every=1) == run()
 
 

@@ -44,7 +44,7 @@ def test_a_step_has_its_number_when_it_is_handed_in(run_dir: Path) -> None:
     """A resumed worker tries its loop with number 0, and does step 3 with number 3. The code behind
     the inner loop runs for no batch that is only tried."""
     model = built()
-    trained(model, max_steps=3, run_dir=run_dir, checkpoint_every=1)
+    trained(model, until="3 steps", run_dir=run_dir, checkpoint_every=1)
     model = built()
     trainer, inside, behind = trainer_of(model), list[tuple[int, int, int]](), list[int]()
     for step in trainer:
@@ -78,7 +78,7 @@ def test_the_number_of_a_step_raises_where_it_is_not_known(name: str) -> None:
 def test_a_batch_that_is_only_tried_does_not_stop_the_run(run_dir: Path) -> None:
     """A condition may hold for the weights with which a newcomer was built, and not for the
     run's."""
-    trained(built(), max_steps=3, run_dir=run_dir, checkpoint_every=1)
+    trained(built(), until="3 steps", run_dir=run_dir, checkpoint_every=1)
     model = built()
     trainer = trainer_of(model)
     for step in trainer:
@@ -120,7 +120,7 @@ def test_the_run_ends_everywhere_when_a_worker_has_no_microbatch_in_the_step_tha
             steps.append(step.number)
         return trainer.result.weights_sha256, steps, batches
 
-    reference = trained(built(), microbatches=2, max_steps=3).weights_sha256
+    reference = trained(built(), microbatches=2, until="3 steps").weights_sha256
     ended = in_a_breaking_world(monkeypatch, 3, run)
     assert [one[:2] for one in ended] == [(reference, [0, 1, 2])] * 3
     assert sorted(len(one[2]) for one in ended) == [0, 3, 3]

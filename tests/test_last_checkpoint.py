@@ -40,7 +40,7 @@ def test_the_last_step_alone_has_a_checkpoint_when_none_are_asked_for(every: Any
                                                                       tmp_path: Path) -> None:
     """By every spelling, and a run that is longer goes on from there."""
     ears, run = Ears(), tmp_path / "run"
-    trained(built(), checkpoint_every=every, max_steps=4, run_dir=run, listeners=[ears])
+    trained(built(), checkpoint_every=every, until="4 steps", run_dir=run, listeners=[ears])
     assert [one["step"] for one in ears.facts("state.checkpoint_published")] == [4]
     whole = trained(built(seed=9), checkpoint_every=every, run_dir=run, listeners=[ears])
     assert [one["step"] for one in ears.facts("state.checkpoint_published")] == [4, 6]
@@ -133,7 +133,7 @@ def test_a_value_that_gets_another_type_is_the_users_error_at_the_next_checkpoin
 
     with pytest.raises(type(odd) if isinstance(odd, ValueError) else (ConfigError, CannotKeep),
                        match="of the user's|extras/mine/value holds a"):
-        trained(built(), extras={"mine": turning}, after_step=behind, checkpoint_every=every,
+        trained(built(), state={"mine": turning}, after_step=behind, checkpoint_every=every,
                 run_dir=tmp_path / "run", listeners=[ears])
     assert found == seen
     assert not ears.facts("run.finished") and not ears.facts("state.checkpoint_published")
@@ -174,7 +174,7 @@ def test_a_run_whose_last_checkpoint_fails_is_not_finished_and_names_what_is_los
         full: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same command does the lost steps again when the store is mended."""
     run, ears = tmp_path / "run", Ears()
-    trained(built(), max_steps=2, run_dir=run)
+    trained(built(), until="2 steps", run_dir=run)
     full[0] = 10**6
     with pytest.raises(Unsaved, match=r"all its 6 steps.*no space left.*checkpoint is that of step "
                                       r"2\. .*same command"):

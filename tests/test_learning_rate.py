@@ -116,14 +116,14 @@ def test_a_run_uses_the_rate_of_its_global_batch() -> None:
     """The event of a step has the rate that was used."""
     ears, optimizer = Ears(), sgd(model := built())
     base = optimizer.param_groups[0]["lr"]
-    trained(model, optimizer, schedule=linear_scaling(base_batch=2), listeners=[ears], max_steps=1)
+    trained(model, optimizer, lr=linear_scaling(base_batch=2), listeners=[ears], until="1 step")
     used = [facts["lr"] for name, facts in ears.heard if name == "worker.step_committed"]
     assert used == [pytest.approx(base * NUMBERS["global_batch"] / 2)]
 
 
 def test_elements_of_the_gradient_are_clipped_by_value() -> None:
     """As clip_grad_value_ of plain PyTorch, with the same bits in every world."""
-    alone = trained(built(), clip_value=1e-3, max_steps=1)
+    alone = trained(built(), clip_value=1e-3, until="1 step")
     plain = built()
     moved = [(new - old).abs().max().item() for new, old
              in zip(alone.model.parameters(), plain.parameters(), strict=True)]

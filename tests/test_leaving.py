@@ -57,7 +57,7 @@ def test_an_exception_of_the_body_goes_where_it_always_goes() -> None:
             for batch in step:
                 step.backward(mse(model, batch))
                 1 / (step.number - 1)
-    trained(reference, max_steps=1)
+    trained(reference, until="1 step")
     assert all(torch.equal(a, b) for a, b in
                zip(model.state_dict().values(), reference.state_dict().values(), strict=True))
     loop(trainer_of(model), model)

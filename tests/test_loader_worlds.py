@@ -84,7 +84,7 @@ def test_other_seeds_of_samples_are_reported_when_a_run_is_resumed_with_a_loader
         run_dir: Path) -> None:
     """Augmentation draws other numbers from there on."""
     ears = Ears()
-    trained(model := built(), adamw(model), max_steps=2)
+    trained(model := built(), adamw(model), until="2 steps")
     trained(again := built(), adamw(again), loader=ONE, listeners=[ears])
     assert differences(ears) == {"loader": (False, True, "given")}
 

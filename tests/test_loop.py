@@ -95,8 +95,9 @@ def trained(model: Model,
             optimizer: Optimizer | None = None,
             dataset: Any = DATA,
             **changes: Any) -> Result:
-    return train(model, optimizer or sgd(model), dataset,
-                 **({"loss": mse, "progress": False} | NUMBERS | changes))
+    numbers = {name: value for name, value in NUMBERS.items() if name != "epochs"}
+    return train(model, optimizer or sgd(model), dataset, **(
+        {"loss": mse, "progress": False, "until": "2 epochs"} | numbers | changes))
 
 
 def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = None,
@@ -169,7 +170,7 @@ def test_the_steps_are_plain_pytorchs_when_clip_and_rate_are_given(optimizer: Ca
     model, reference, ears = built(), built(), Ears()
     used = optimizer(model)
     base = used.param_groups[0]["lr"]
-    trained(model, used, clip_norm=clip_norm, schedule=rate, listeners=[ears])
+    trained(model, used, clip_norm=clip_norm, lr=rate, listeners=[ears])
     assert_close(model, by_hand(reference, optimizer(reference), clip_norm=clip_norm, rate=rate))
     rates = [facts["lr"] for facts in ears.facts("worker.step_committed")]
     assert rates == [base * (rate(step) if rate else 1.0) for step in range(6)]
@@ -186,7 +187,7 @@ def test_the_hash_is_anothers_when_one_bit_of_the_weights_is() -> None:
     """It tells any two models apart: after a step of almost nothing it has changed."""
     still, moved = built(), built()
     hashes = {
-        trained(model, torch.optim.SGD(model.parameters(), lr=rate), max_steps=1).weights_sha256
+        trained(model, torch.optim.SGD(model.parameters(), lr=rate), until="1 step").weights_sha256
         for model, rate in ((still, 0.0), (moved, 1e-6))
     }
     assert len(hashes) == 2
@@ -206,7 +207,7 @@ def test_running_statistics_are_the_mean_over_microbatches_when_a_model_has_batc
     """Each micro-batch starts from the step's first values; the step's last are their mean, and it
     counts as one batch."""
     norm, reference = (torch.nn.BatchNorm1d(5, affine=False) for _ in range(2))
-    trained(torch.nn.Sequential(norm, built()), max_steps=2)
+    trained(torch.nn.Sequential(norm, built()), until="2 steps")
     for step in range(2):
         means, variances = torch.zeros(5), torch.zeros(5)
         for microbatch in range(SCHEDULE.microbatches):
@@ -227,7 +228,7 @@ def test_running_statistics_of_sync_batch_norm_are_those_of_batch_norm() -> None
     """It synchronizes only in a process group of torch.distributed, which does not exist here."""
     norms = torch.nn.BatchNorm1d(5, affine=False), torch.nn.SyncBatchNorm(5, affine=False)
     for norm in norms:
-        trained(torch.nn.Sequential(norm, built()), max_steps=2)
+        trained(torch.nn.Sequential(norm, built()), until="2 steps")
     plain, synchronized = (norm.state_dict() for norm in norms)
     assert all(torch.equal(value, synchronized[name]) for name, value in plain.items())
 
@@ -257,7 +258,7 @@ def test_a_smallest_microbatch_that_cannot_be_computed_is_refused_at_the_start()
     result = trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, drop_last=True)
     assert (result.steps, result.samples) == (4, 32)
     # It does not come to that step.
-    assert trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, max_steps=2).steps == 2
+    assert trained(built(torch.nn.BatchNorm1d(8)), dataset=lines, until="2 steps").steps == 2
 
 
 def test_a_microbatch_of_one_sample_stays_when_no_module_needs_more(run_dir: Path) -> None:
@@ -273,7 +274,7 @@ def test_a_microbatch_of_one_sample_stays_when_no_module_needs_more(run_dir: Pat
         fewest_samples(model, 8, microbatches) for model,
         microbatches in ((built(), 4), (norm, 4), (norm, 8))
     ] == [1, 2, 1]
-    assert trained(built(), max_steps=2).steps == 2
+    assert trained(built(), until="2 steps").steps == 2
     with pytest.raises(LayoutError, match="min_microbatch_samples"):
         trained(built(), min_microbatch_samples=2)  # its steps are others
 
@@ -293,7 +294,7 @@ def test_the_samples_left_out_are_logged_when_the_last_batch_is_dropped(
     assert (verdict.violations, verdict.whole_epochs, verdict.samples) == ((), 2, 32)
     assert any("leaves out 6 samples" in note for note in verdict.notes)
     with pytest.raises(LayoutError, match="drop_last"):
-        trained(built(), epochs=3)
+        trained(built(), until="3 epochs")
 
 
 CONSTANTS = {
@@ -333,7 +334,7 @@ class Flag(Model):
 def test_a_flag_is_set_when_the_model_sets_it_in_every_microbatch() -> None:
     """Buffers of truth values take part."""
     flag = Flag()
-    trained(built(flag), max_steps=1, buffers={"2.used": "mean"})
+    trained(built(flag), until="1 step", buffers={"2.used": "mean"})
     assert bool(flag.used)
 
 
@@ -474,7 +475,7 @@ def test_no_bit_is_another_when_a_scaler_scales_by_powers_of_two(reduce: str) ->
 def test_the_weights_stay_and_the_scale_falls_when_a_gradient_overflows() -> None:
     """The step counts, as it does in plain PyTorch."""
     scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**127), built()
-    result = trained(model, scaler=scaler, max_steps=1, loss=lambda m, b: mse(m, b) * 1e4)
+    result = trained(model, scaler=scaler, until="1 step", loss=lambda m, b: mse(m, b) * 1e4)
     assert all(
         torch.equal(p, q) for p, q in zip(model.parameters(), built().parameters(), strict=True))
     assert scaler.get_scale() == 2.0**126
@@ -579,7 +580,8 @@ def test_a_microbatches_draws_follow_from_its_number_when_anything_was_drawn_bef
         torch.rand(len(drawn)), random.random()  # another number of draws each time
         return mse(model, batch)
 
-    trained(built(), dataset=TensorDataset(INPUT, TARGET, torch.arange(SIZE)), loss=loss, epochs=1)
+    trained(built(), dataset=TensorDataset(INPUT, TARGET, torch.arange(SIZE)), loss=loss,
+            until="1 epoch")
     expected = []
     for step in range(3):
         for microbatch in range(SCHEDULE.microbatches):
@@ -692,7 +694,7 @@ def test_the_weights_are_the_same_when_more_workers_share_the_steps(size: int) -
 def test_running_statistics_are_the_same_when_more_workers_share_the_steps(size: int) -> None:
     """BatchNorm's buffers follow the same rule as the gradient."""
     schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2)
-    alone = trained(built(torch.nn.BatchNorm1d(8)), max_steps=2)
+    alone = trained(built(torch.nn.BatchNorm1d(8)), until="2 steps")
     for result in in_a_world(size,
                              lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
         assert result.weights_sha256 == alone.weights_sha256
@@ -729,7 +731,7 @@ def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_severa
         # So that the step is not lost in the rounding of the weights.
         return 1e3 * mse(model, batch)
 
-    alone = trained(checkpointed(), loss=loud, max_steps=1)
+    alone = trained(checkpointed(), loss=loud, until="1 step")
     schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=1)
     for result in in_a_world(size, lambda rank: job(checkpointed(), loss=loud, schedule=schedule)):
         assert result.weights_sha256 == alone.weights_sha256
@@ -760,7 +762,7 @@ def test_all_stop_at_the_same_step_when_one_workers_data_is_bad(error: type[Base
     assert isinstance(first, PeerFailed) and f"{error.__name__}: sample {bad} is bad" in str(first)
     assert error is SystemExit or f"dataset[{bad}] raised this" in str(first)
     reference = built()
-    trained(reference, max_steps=1)
+    trained(reference, until="1 step")
     for model in models:
         assert all(
             torch.equal(p, q)
@@ -784,7 +786,7 @@ def test_no_worker_applies_a_step_when_one_workers_weights_differ(size: int) -> 
         [ReplicasDisagree] * 2 if size == 2 else [PeersLost, ReplicaDiffers, PeersLost])
     assert "0.weight" in str(ended[1]) or size == 2
     reference = built()
-    trained(reference, max_steps=2)
+    trained(reference, until="2 steps")
     assert all(
         torch.equal(p, q)
         for p, q in zip(models[0].parameters(), reference.parameters(), strict=True))
@@ -799,9 +801,9 @@ def test_no_worker_applies_a_step_when_one_workers_weights_differ(size: int) -> 
     ({"global_batch": 8.5}, "global_batch is 8.5"),
     ({"microbatches": 9}, "microbatches is 9"),
     ({"microbatches": 0}, "microbatches is 0"),
-    ({"epochs": 0}, "epochs is 0"),
+    ({"until": "0 epochs"}, "until is '0 epochs'"),
     ({"seed": -1}, "seed is -1"),
-    ({"max_steps": 0}, "max_steps is 0"),
+    ({"until": "7"}, "until is '7'"),
     ({"checkpoint_every": -1}, "checkpoint_every is -1"),
     ({"cpu_threads": 0}, "cpu_threads is 0"),
     ({"clip_norm": -1.0}, "clip_norm is -1"),
@@ -834,7 +836,7 @@ def test_an_extra_that_cannot_be_kept_is_refused_at_the_start() -> None:
             raise AssertionError
 
     with pytest.raises(ConfigError, match="extras/metrics/history holds a .*Path"):
-        trained(built(), extras={"metrics": Metrics()})
+        trained(built(), state={"metrics": Metrics()})
 
 
 def test_a_model_without_parameters_to_train_is_refused() -> None:
@@ -861,7 +863,7 @@ def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> N
     with pytest.raises(Odd, match="as planned"):
         trained(model, loss=loss, listeners=[ears])
     assert len(calls) == 10
-    trained(reference, max_steps=1)
+    trained(reference, until="1 step")
     assert all(torch.equal(a, b) for a, b in
                zip(model.state_dict().values(), reference.state_dict().values(), strict=True))
     (failed,) = ears.facts("worker.failed")
@@ -937,23 +939,13 @@ def test_an_exception_leaves_with_its_own_type_when_a_sample_cannot_be_read(step
         trained(built(), dataset=OneByOne(broken))
 
 
-def test_max_steps_are_done_when_no_epochs_are_given(capsys: pytest.CaptureFixture[str]) -> None:
-    """More than one pass over the dataset has, too, and then there is nothing to say."""
-    ears = Ears()
-    assert trained(built(), epochs=None, max_steps=8, listeners=[ears]).steps == 8
-    assert trained(built(), epochs=None).steps == 3
-    assert ears.facts("job.steps_capped") == [] and capsys.readouterr().err == ""
-
-
-def test_the_length_that_holds_is_logged_when_the_epochs_have_fewer_steps_than_max_steps(
+def test_a_number_of_steps_is_done_whatever_an_epoch_has(
         capsys: pytest.CaptureFixture[str]) -> None:
-    """In one line and one event at the start, with both values."""
-    ears = Ears()
-    assert trained(built(), max_steps=30, listeners=[ears]).steps == 6
-    (said,) = ears.facts("job.steps_capped")
-    assert (said["max_steps"], said["epochs"], said["steps"]) == (30, 2, 6)
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "max_steps is 30, but epochs=2 has only 6 steps" in line and "Leave epochs out" in line
+    """More than one pass over the dataset, too. Without a length it is one pass."""
+    assert trained(built(), until="8 steps").steps == 8
+    assert train(model := built(), sgd(model), DATA, loss=mse, global_batch=8, microbatches=4,
+                 progress=False).steps == 3
+    assert capsys.readouterr().err == ""
 
 
 # --- going on -------------------------------------------------------------------------------------
@@ -967,7 +959,7 @@ def rich(seed: int = 0, **changes: Any) -> tuple[Result, float, Ears]:
                      adamw(model),
                      scaler=scaler,
                      clip_norm=0.5,
-                     schedule=cosine(warmup_steps=2, total_steps=6),
+                     lr=cosine(warmup_steps=2, total_steps=6),
                      listeners=[ears],
                      **({"microbatches": 2} | changes))
     return result, scaler.get_scale(), ears
@@ -987,7 +979,7 @@ def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path,
                                                                  stop: int) -> None:
     """Weights, moments, statistics, scale, rate and random numbers go on, whatever the model was
     built with."""
-    rich(max_steps=stop)
+    rich(until=f"{stop} steps")
     resumed = rich(seed=99)
     (started,) = resumed[2].facts("worker.generation_started")
     assert (started["source"], started["step"]) == ("checkpoint", stop)
@@ -1016,7 +1008,7 @@ def test_the_bits_are_those_of_a_straight_run_when_the_users_code_was_mended(
                 listeners=[published],
                 after_step=raises_after(4),
                 scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2),
-                schedule=cosine(warmup_steps=2, total_steps=6))
+                lr=cosine(warmup_steps=2, total_steps=6))
     resumed = rich(seed=99)
     assert resumed[2].facts("worker.generation_started")[0]["source"] == "checkpoint"
     monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
@@ -1062,7 +1054,7 @@ def test_the_last_step_is_in_the_store_when_the_attempt_is_stopped(
 
 def test_a_run_is_never_begun_anew_when_its_checkpoints_are_another_models(run_dir: Path) -> None:
     """The user is told, with a remedy."""
-    trained(built(), max_steps=1)
+    trained(built(), until="1 step")
     with pytest.raises(LayoutError, match="another name"):
         trained(built(torch.nn.LayerNorm(8)))
 
@@ -1123,22 +1115,22 @@ def test_other_numbers_are_refused_when_a_run_is_resumed(
         run_dir: Path, changes: dict[str, Any]) -> None:
     """The step alone says which samples are done, so under another schedule some would be lost and
     some repeated."""
-    trained(built(), max_steps=2)
+    trained(built(), until="2 steps")
     with pytest.raises((ConfigError, LayoutError)):
         trained(built(), **changes)
 
 
 def test_fewer_steps_than_the_run_has_are_refused_when_it_is_resumed(run_dir: Path) -> None:
     """It would be finished at once, with steps that it was not to have."""
-    trained(built(), max_steps=4)
+    trained(built(), until="4 steps")
     with pytest.raises(ConfigError, match="checkpoint of step 4.*as many steps"):
-        trained(built(), max_steps=3)
-    assert trained(built(), max_steps=4).steps == 4
+        trained(built(), until="3 steps")
+    assert trained(built(), until="4 steps").steps == 4
 
 
 def test_the_event_log_has_each_step_once_when_a_run_is_resumed(run_dir: Path) -> None:
     """In order, with the samples that the schedule says; a line that is written again says so."""
-    trained(built(), max_steps=2)
+    trained(built(), until="2 steps")
     trained(built())
     told = [
         e for e in read_events(run_dir)
@@ -1169,7 +1161,7 @@ def test_a_result_is_no_more_of_a_finished_run_when_it_is_resumed_with_more_step
         run_dir: Path) -> None:
     """What has stopped half-way never shows the weights of before; and it is proved, as is its
     end."""
-    trained(built(), max_steps=2)
+    trained(built(), until="2 steps")
     assert json.loads((run_dir / "result.json").read_text())["steps"] == 2
     found: list[bool] = []
 
@@ -1415,13 +1407,13 @@ def test_other_arithmetic_is_logged_when_a_run_goes_on(
         run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint's record says how its writers computed."""
     ears = Ears()
-    trained(built(), max_steps=3, run_dir=run_dir, listeners=[ears])
-    trained(built(), max_steps=4, run_dir=run_dir, listeners=[ears])
+    trained(built(), until="3 steps", run_dir=run_dir, listeners=[ears])
+    trained(built(), until="4 steps", run_dir=run_dir, listeners=[ears])
     assert not ears.facts("worker.arithmetic_differs")
     monkeypatch.setattr("elastic_trainer.training.probe.program", lambda device: 5)
     monkeypatch.setattr("elastic_trainer.training.probe.facts", lambda device:
                         (("cpu", "another"), ))
-    trained(built(), max_steps=5, run_dir=run_dir, listeners=[ears])
+    trained(built(), until="5 steps", run_dir=run_dir, listeners=[ears])
     [told] = ears.facts("worker.arithmetic_differs")
     assert told["differs"]["cpu"][0] == "another" and not told["refused"]
 
@@ -1429,7 +1421,7 @@ def test_other_arithmetic_is_logged_when_a_run_goes_on(
 def test_a_run_in_one_process_leaves_its_environment_alone(run_dir: Path) -> None:
     """A notebook that trains, and then starts horovodrun, hands its variables on to all workers."""
     before = dict(os.environ)
-    trained(built(), max_steps=1, run_dir=run_dir)
+    trained(built(), until="1 step", run_dir=run_dir)
     ours = {name for name in os.environ if name.startswith(("ELASTIC_TRAINER_", "HOROVOD_"))}
     assert ours <= before.keys()
 

@@ -72,7 +72,7 @@ def test_the_run_ends_before_the_step_is_applied_when_its_loss_is_nan(reduce: st
              rf"\(samples {MICROBATCH[0]}, {MICROBATCH[1]}\).*skip")
     with pytest.raises(LossNotFinite, match=named):
         trained(spoiled, dataset=DATA, reduce=reduce, listeners=[ears])
-    trained(reference, dataset=DATA, reduce=reduce, max_steps=1)
+    trained(reference, dataset=DATA, reduce=reduce, until="1 step")
     assert all(torch.equal(a, b) for a, b in
                zip(spoiled.state_dict().values(), reference.state_dict().values(), strict=True))
     (said,) = ears.facts("worker.loss_not_finite")
@@ -91,7 +91,7 @@ def test_all_workers_name_the_samples_when_one_of_them_has_run_the_microbatch(si
         isinstance(one, LossNotFinite) and f"micro-batch 2 (samples {MICROBATCH[0]}" in str(one)
         for one in results)
     reference = model()
-    trained(reference, dataset=DATA, max_steps=1)
+    trained(reference, dataset=DATA, until="1 step")
     assert all(
         torch.equal(p, q) for one in models
         for p, q in zip(one.parameters(), reference.parameters(), strict=True))
@@ -141,7 +141,7 @@ def test_a_step_is_left_out_on_all_workers_when_it_is_to_be_skipped(size: int) -
               ]))
 
     put_back(-1)
-    trained(reference, optimizer, schedule=scheduler, after_step=put_back)
+    trained(reference, optimizer, lr=scheduler, after_step=put_back)
     for result in in_a_world(size, make):
         assert (result.steps, result.samples) == (SCHEDULE.steps, 2 * SIZE)
         for name, tensor in result.model.state_dict().items():
@@ -151,7 +151,7 @@ def test_a_step_is_left_out_on_all_workers_when_it_is_to_be_skipped(size: int) -
 def test_a_run_with_a_skipped_step_is_proved_and_resumes(run_dir: Path) -> None:
     """Its line says that it was left out; its samples were seen."""
     ears = Ears()
-    trained(model(), dataset=DATA, on_nan="skip", max_steps=2, listeners=[ears])
+    trained(model(), dataset=DATA, on_nan="skip", until="2 steps", listeners=[ears])
     resumed = trained(model(), dataset=DATA, on_nan="skip", listeners=[ears])
     assert [facts["step"] for facts in ears.facts("worker.step_committed")
             if facts.get("skipped") and not facts.get("repeated")] == BAD_STEPS

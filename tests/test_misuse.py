@@ -224,7 +224,7 @@ def test_the_place_in_the_world_is_known_behind_a_run_that_was_finished(run_dir:
 
 def test_a_progress_bar_ends_at_the_number_of_steps_when_the_run_is_resumed(run_dir: Any) -> None:
     """As the docstring of `steps` has it."""
-    trained(built(), max_steps=3, run_dir=run_dir, checkpoint_every=1)
+    trained(built(), until="3 steps", run_dir=run_dir, checkpoint_every=1)
     model, bar = built(), Bar(trainer_of(built(), dataset=Subset(DATA, range(8))).steps)
     assert bar.total == 2
     trainer = trainer_of(model)

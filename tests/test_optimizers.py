@@ -67,8 +67,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(kind: str, tmp_path
     hashes = []
     for folder, steps in ((None, 9), (tmp_path, 4), (tmp_path, 7), (tmp_path, 9)):
         model = built()
-        hashes.append(trained(model, KEPT[kind](model), run_dir=folder, epochs=None,
-                              max_steps=steps).weights_sha256)
+        hashes.append(trained(model, KEPT[kind](model), run_dir=folder,
+                              until=f"{steps} steps").weights_sha256)
     assert hashes[0] == hashes[3]
 
 
@@ -137,7 +137,7 @@ def test_a_value_that_cannot_be_kept_is_an_error_behind_the_step_that_made_it(wh
     kind = type("Refused", (Refused,), {"made": made})
     model = built()
     with pytest.raises(RuntimeError, match=f"cannot be kept: {named}"):
-        trained(model, kind(model.parameters()), epochs=None, max_steps=9)
+        trained(model, kind(model.parameters()), until="9 steps")
 
 
 def rates() -> Iterator[float]:
@@ -191,10 +191,10 @@ def test_a_value_that_cannot_be_kept_is_an_error_when_a_step_moves_it(what: str)
             return 1.0
 
     model = built()
-    assert trained(model, Moving(model.parameters()), epochs=None, max_steps=2).steps == 2
+    assert trained(model, Moving(model.parameters()), until="2 steps").steps == 2
     model = built()
     with pytest.raises(RuntimeError, match="cannot be kept: hidden"):
-        trained(model, Moving(model.parameters()), epochs=None, max_steps=9)
+        trained(model, Moving(model.parameters()), until="9 steps")
 
 
 HARMLESS: dict[str, Callable[[Any], Any]] = {

@@ -300,7 +300,7 @@ def test_a_precision_that_does_not_exist_is_refused() -> None:
 
 def test_another_precision_is_logged_when_a_run_is_resumed(run_dir: Path) -> None:
     ears = Ears()
-    trained(model_of(), max_steps=2)
+    trained(model_of(), until="2 steps")
     trained(model_of(), precision="bf16", listeners=[ears])
     assert differences(ears) == {"precision": ("fp32", "bf16", "given")}
 

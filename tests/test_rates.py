@@ -135,7 +135,7 @@ def ours(
     trained(
         model,
         optimizer,
-        **({"microbatches": 1, "epochs": 4, "schedule": make and make(optimizer)} | changes),
+        **({"microbatches": 1, "until": "4 epochs", "lr": make and make(optimizer)} | changes),
     )
     return model
 
@@ -164,7 +164,7 @@ def test_the_scheduler_goes_on_where_it_was_when_the_run_is_resumed(
     kind: str, run_dir: Path
 ) -> None:
     """It is part of the checkpoint, whatever step it had come to."""
-    ours(KINDS[kind], momentum, max_steps=5)
+    ours(KINDS[kind], momentum, until="5 steps")
     assert_equal(ours(KINDS[kind], momentum, seed=9), plainly(KINDS[kind], momentum)[0])
 
 
@@ -208,7 +208,7 @@ def test_a_newcomer_has_the_schedulers_state_when_it_has_received_the_state(kind
 @pytest.mark.parametrize("kind", ["OneCycleLR", "ReduceLROnPlateau"])
 def test_the_weights_are_the_same_when_more_workers_step_a_scheduler(kind: str, size: int) -> None:
     """It hears the loss of the whole batch, which is the same on all."""
-    alone = ours(KINDS[kind], momentum, microbatches=4, epochs=2)
+    alone = ours(KINDS[kind], momentum, microbatches=4, until="2 epochs")
 
     def make(rank: int) -> Any:
         model = built()
@@ -227,7 +227,7 @@ def test_a_scheduler_that_is_not_handed_over_is_refused_at_the_start() -> None:
     model = built()
     optimizer = momentum(model)
     KINDS["StepLR"](optimizer)
-    with pytest.raises(ConfigError, match="schedule=scheduler"):
+    with pytest.raises(ConfigError, match="lr=scheduler"):
         trained(model, optimizer)
 
 
@@ -265,7 +265,7 @@ def test_the_run_ends_when_the_users_code_sets_a_rate(where: str, rate: Any) -> 
     with pytest.raises(RateChanged, match="group 0 is 0.0"):
         trained(model, optimizer, **users[where])
     reference = built()
-    trained(reference, torch.optim.Adam(reference.parameters(), lr=0.1), max_steps=1)
+    trained(reference, torch.optim.Adam(reference.parameters(), lr=0.1), until="1 step")
     assert_close(model, reference)
 
 
@@ -296,7 +296,7 @@ def test_the_run_ends_when_the_scheduler_that_was_handed_over_is_stepped_again()
         RateChanged,
         match="at step 1 the StepLR has been stepped by something other than the trainer",
     ):
-        trained(model, optimizer, schedule=scheduler, after_step=lambda step: scheduler.step())
+        trained(model, optimizer, lr=scheduler, after_step=lambda step: scheduler.step())
 
 
 def test_a_scheduler_that_does_not_work_here_is_refused_at_the_start() -> None:
@@ -321,7 +321,7 @@ def test_a_scheduler_that_does_not_work_here_is_refused_at_the_start() -> None:
     ]:
         optimizer = momentum(model)
         with pytest.raises(ConfigError, match=named):
-            trained(model, optimizer, schedule=make(optimizer))
+            trained(model, optimizer, lr=make(optimizer))
 
 
 @pytest.mark.parametrize("kinds", [("StepLR", "CyclicLR"), ("StepLR", None), (None, "StepLR")])
@@ -329,7 +329,7 @@ def test_another_kind_of_schedule_is_refused_when_a_run_is_resumed(
         kinds: tuple[str | None, str | None], run_dir: Path) -> None:
     """The other scheduler cannot use its state."""
     first, second = (kind and KINDS[kind] for kind in kinds)
-    ours(first, momentum, max_steps=2)
+    ours(first, momentum, until="2 steps")
     with pytest.raises(LayoutError, match="the schedule of the learning rates is"):
         ours(second, momentum)
 
@@ -366,7 +366,7 @@ def test_the_weights_are_the_same_to_the_bit_when_a_rate_is_a_tensor(
     )  # OneCycleLR replaces the betas, LambdaLR need not be told
     reference, _ = plainly(make, TENSORS[which])
     assert_equal(ours(make, TENSORS[which]), reference)
-    ours(make, TENSORS[which], run_dir=tmp_path / "run", max_steps=5)
+    ours(make, TENSORS[which], run_dir=tmp_path / "run", until="5 steps")
     kept: list[Optimizer] = []
 
     def build(model: torch.nn.Module) -> Optimizer:
@@ -394,19 +394,19 @@ def test_a_tensor_rate_follows_a_function_of_the_step_in_place() -> None:
     model = built()
     optimizer = tensor_adam(model)
     rate, reference = optimizer.param_groups[0]["lr"], built()
-    trained(model, optimizer, schedule=lambda step: 1.0 / (step + 1))
+    trained(model, optimizer, lr=lambda step: 1.0 / (step + 1))
     assert optimizer.param_groups[0]["lr"] is rate and float(rate) == pytest.approx(0.01 / 6)
     trained(
         reference,
         torch.optim.Adam(reference.parameters(), lr=0.01),
-        schedule=lambda step: 1.0 / (step + 1),
+        lr=lambda step: 1.0 / (step + 1),
     )
     assert_close(model, reference)
 
 
 def test_a_tensor_where_the_run_had_a_number_is_refused_when_it_is_resumed(run_dir: Path) -> None:
     """Their arithmetic differs."""
-    ours(None, lambda model: tensor_adam(model, lr=0.01), max_steps=2)
+    ours(None, lambda model: tensor_adam(model, lr=0.01), until="2 steps")
     with pytest.raises(LayoutError, match="lr of the optimizer's group 0 is 0.01 there"):
         ours(None, tensor_adam)
 

@@ -177,7 +177,7 @@ def test_adasum_is_refused_by_the_launcher_too(capsys: pytest.CaptureFixture[str
 
 def test_what_is_sent_otherwise_is_logged_when_a_run_is_resumed(run_dir: Path) -> None:
     first, second, ears = built(), built(), Ears()
-    trained(first, sgd(first), max_steps=2, reduce="ring")
+    trained(first, sgd(first), until="2 steps", reduce="ring")
     trained(second, sgd(second), reduce="ring", compress=True, predivide=2.0, bucket_bytes=4096,
             listeners=[ears])
     assert differences(ears) == {"compress": (False, "bf16", "given"),

@@ -30,7 +30,7 @@ def resumed(first: dict[str, Any], second: dict[str, Any],
             build: Any = (adamw, adamw)) -> tuple[Ears, Optimizer]:
     """Train two steps with one set of options, and go on with another."""
     model, ears = built(), Ears()
-    trained(model, build[0](model), max_steps=2, **first)
+    trained(model, build[0](model), until="2 steps", **first)
     again = built(seed=9)
     optimizer = build[1](again)
     trained(again, optimizer, listeners=[ears], **second)
@@ -40,7 +40,7 @@ def resumed(first: dict[str, Any], second: dict[str, Any],
 def test_nothing_is_logged_when_a_run_is_resumed_as_it_was(
         run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """However much state it has."""
-    options: dict[str, Any] = {"clip_norm": 0.5, "schedule": cosine(warmup_steps=2, total_steps=6)}
+    options: dict[str, Any] = {"clip_norm": 0.5, "lr": cosine(warmup_steps=2, total_steps=6)}
     ears, _ = resumed(options | {"scaler": torch.amp.GradScaler("cpu")},
                       options | {"scaler": torch.amp.GradScaler("cpu")})
     assert differences(ears) == {} and "given" not in capsys.readouterr().err
@@ -73,8 +73,8 @@ def test_given_hyperparameters_hold_when_they_may_change(
     ({"clip_norm": 0.5}, {"clip_norm": 0.1}, "clip_norm"),
     ({}, {"clip_norm": 0.1}, "clip_norm"),
     ({"on_nan": "skip"}, {}, "on_nan"),
-    ({"schedule": cosine(warmup_steps=2, total_steps=6)
-      }, {"schedule": cosine(warmup_steps=3, total_steps=6)}, "schedule (the rate of step 1)"),
+    ({"lr": cosine(warmup_steps=2, total_steps=6)
+      }, {"lr": cosine(warmup_steps=3, total_steps=6)}, "schedule (the rate of step 1)"),
 ])
 def test_a_given_value_that_is_no_part_of_the_state_holds_and_is_logged(
         run_dir: Path, first: dict[str, Any], second: dict[str, Any], key: str) -> None:
@@ -94,8 +94,8 @@ def test_a_torch_schedulers_settings_are_compared_when_a_run_is_resumed(run_dir:
 
     first, second = built(), built()
     optimizers, ears = [sgd(first), sgd(second)], Ears()
-    trained(first, optimizers[0], max_steps=2, schedule=sequence(0.5, 4)(optimizers[0]))
-    trained(second, optimizers[1], schedule=sequence(0.9, 5)(optimizers[1]), listeners=[ears])
+    trained(first, optimizers[0], until="2 steps", lr=sequence(0.5, 4)(optimizers[0]))
+    trained(second, optimizers[1], lr=sequence(0.9, 5)(optimizers[1]), listeners=[ears])
     assert differences(ears) == {
         "schedule.0.gamma": (0.5, 0.9, "run"), "schedule.1.T_max": (4, 5, "run")
     }

@@ -54,7 +54,7 @@ def test_a_buffer_that_the_first_forward_pass_makes_is_in_checkpoints(tmp_path: 
     def run(middle: Model, **changes: Any) -> str:
         return trained(built(middle), run_dir=tmp_path / "run", **changes).weights_sha256
 
-    run(Late(MADE["of the data"]), max_steps=2)
+    run(Late(MADE["of the data"]), until="2 steps")
     resumed = run(Late(lambda x: torch.full((8,), 7.0)))
     assert resumed == trained(built(Late(MADE["of the data"]))).weights_sha256
 
@@ -104,7 +104,7 @@ def test_a_buffer_that_grows_is_an_error(
     with pytest.raises(error, match=named):
         trained(model, buffers={"2.seen": "mean"})
     if error is RuntimeError:
-        trained(reference, max_steps=1)
+        trained(reference, until="1 step")
     for mine, theirs in zip(model.state_dict().values(),
                             reference.state_dict().values(),
                             strict=True):
@@ -165,7 +165,7 @@ def test_a_buffer_takes_part_whatever_its_memory_and_its_numbers_are(kind: str, 
     assert torch.equal(scale, BUFFERS[kind]()) != moves
     for result in in_a_world(3, lambda rank: job(model(), rules=rules)):
         assert result.weights_sha256 == alone.weights_sha256
-    trained(model(), run_dir=tmp_path / "run", max_steps=3, buffers=rules)
+    trained(model(), run_dir=tmp_path / "run", until="3 steps", buffers=rules)
     assert trained(model(), run_dir=tmp_path / "run",
                    buffers=rules).weights_sha256 == alone.weights_sha256
 

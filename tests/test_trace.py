@@ -35,7 +35,7 @@ def trained(**options: Any) -> tuple[torch.nn.Module, str]:
     result = train(model, torch.optim.SGD(model.parameters(), lr=0.1),
                    torch.utils.data.TensorDataset(points, points[:, :4].argmax(1)),
                    loss=lambda m, b: torch.nn.functional.cross_entropy(m(b[0]), b[1]),
-                   global_batch=32, microbatches=4, max_steps=6, progress=False, **options)
+                   global_batch=32, microbatches=4, until="6 steps", progress=False, **options)
     return model, result.weights_sha256
 
 

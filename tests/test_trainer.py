@@ -81,7 +81,7 @@ def test_the_bits_are_those_of_train_when_the_loop_is_the_users(reduce: str) -> 
 
     model, more = made()
     rate = cosine(warmup_steps=2, total_steps=6)
-    reference = trained(model, adamw(model), microbatches=2, schedule=rate, reduce=reduce,
+    reference = trained(model, adamw(model), microbatches=2, lr=rate, reduce=reduce,
                         **more).weights_sha256
     model, more = made()
     trainer = trainer_of(model, adamw(model), microbatches=2, lr=rate, reduce=reduce, **more)
@@ -801,7 +801,7 @@ def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(run_dir: Path,
         return trainer.result.weights_sha256, steps
 
     monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
-    reference = trained(built(), max_steps=3).weights_sha256
+    reference = trained(built(), until="3 steps").weights_sha256
     for ended in in_a_breaking_world(monkeypatch, 3, lambda rank: run(
             rank, listeners=[Fault(("step.voted", 2))] if rank == 1 else [])):
         assert ended == (reference, [0, 1, 2])

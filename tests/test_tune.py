@@ -27,7 +27,7 @@ def loss(model, batch):
 model = torch.nn.Linear(4, 1)
 train(model, torch.optim.SGD(model.parameters(), lr=0.1),
       torch.utils.data.TensorDataset(torch.ones(64, 4)), loss=loss, global_batch=8, microbatches=4,
-      epochs=9, store="%s")
+      until="9 epochs", store="%s")
 """
 
 
@@ -44,7 +44,6 @@ def test_an_override_holds_instead_of_the_numbers_of_the_script(
     model = torch.nn.Linear(4, 1)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1),
           torch.utils.data.TensorDataset(torch.ones(64, 4)), global_batch=8, microbatches=8,
-          epochs=1,
           loss=lambda model, batch: model(batch[0]).mean(), store=str(tmp_path / "store"))
     events = read_events(run_dir)
     assert [e["samples"] for e in events if e["event"] == "worker.step_committed"] == [16] * 3

@@ -72,7 +72,7 @@ def test_the_weights_are_plain_pytorchs(make: Callable[[], Model],
     assert_close(alone, plain_with_buffers(reference, optimizer(reference)))
     for steps in (3, 6):
         model = make()
-        trained(model, optimizer(model), run_dir=tmp_path, max_steps=steps, buffers=rules)
+        trained(model, optimizer(model), run_dir=tmp_path, until=f"{steps} steps", buffers=rules)
     assert all(
         torch.equal(a, b)
         for a, b in zip(model.state_dict().values(), once.state_dict().values(), strict=True))
@@ -112,7 +112,7 @@ def test_a_module_stays_in_eval_mode_when_the_run_goes_on(tmp_path: Path) -> Non
         return {"model": model, "after_step": lambda step: model[2].eval() if step == 1 else None}
 
     whole = trained(**make())
-    trained(**make(), run_dir=tmp_path, max_steps=3)
+    trained(**make(), run_dir=tmp_path, until="3 steps")
     resumed = trained(**make(), run_dir=tmp_path)
     assert resumed.weights_sha256 == whole.weights_sha256
     assert not resumed.model[2].training  # type: ignore[index]
@@ -159,7 +159,7 @@ def test_an_optimizers_shared_state_is_kept_when_the_run_goes_on(tmp_path: Path)
         model = built()
         hashes.append(
             trained(model, Counting(model.parameters(), lr=0.1), run_dir=folder,
-                    max_steps=steps).weights_sha256)
+                    until=f"{steps} steps").weights_sha256)
     assert hashes[0] == hashes[2]
 
 

@@ -38,10 +38,9 @@ def main() -> None:
         loss=digit_loss,
         global_batch=options.global_batch,
         microbatches=options.microbatches,
-        epochs=options.epochs,
-        max_steps=options.steps,
+        until=f"{options.steps} steps" if options.steps else f"{options.epochs} epochs",
         seed=options.seed,
-        schedule=cosine(warmup_steps=steps // 10, total_steps=steps),
+        lr=cosine(warmup_steps=steps // 10, total_steps=steps),
         checkpoint_every=options.checkpoint_every,
     )
     if result.rank == 0:  # every worker holds the same model
@@ -52,7 +51,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a convolutional net to read scikit-learn's digits.")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the training images")
-    parser.add_argument("--steps", type=int, help="optimizer updates, to end before --epochs do")
+    parser.add_argument("--steps", type=int, help="optimizer updates, instead of --epochs")
     parser.add_argument("--global-batch", type=int, default=64,
                         help="images per step, over all workers")
     parser.add_argument("--microbatches", type=int, default=8,

@@ -39,10 +39,9 @@ def main() -> None:
         loss=next_byte_loss,
         global_batch=options.global_batch,
         microbatches=options.microbatches,
-        epochs=options.epochs,
-        max_steps=options.steps,
+        until=f"{options.steps} steps",
         seed=options.seed,
-        schedule=cosine(warmup_steps=options.steps // 10, total_steps=options.steps, floor=0.1),
+        lr=cosine(warmup_steps=options.steps // 10, total_steps=options.steps, floor=0.1),
         clip_norm=1.0,
         checkpoint_every=options.checkpoint_every,
     )
@@ -54,9 +53,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Train a small byte-level GPT on Python's standard library.")
     parser.add_argument("--steps", type=int, default=200,
-                        help="optimizer updates, unless --epochs end first")
-    parser.add_argument("--epochs", type=int, default=100,
-                        help="the largest number of passes over the windows")
+                        help="optimizer updates (%(default)s)")
     parser.add_argument("--global-batch", type=int, default=32,
                         help="windows per step, over all workers")
     parser.add_argument("--microbatches", type=int, default=8,

@@ -75,7 +75,7 @@ class Account:
         if restored_step is not None and restored_step > planned:
             raise ConfigError(
                 f"the run has a checkpoint of step {restored_step}, but it is to have {planned} "
-                f"steps. Give at least as many steps as before ({self.job.words.length}), or "
+                f"steps. Give at least as many steps as before (until), or "
                 f"another name (--run).")
 
     def remark(self, remark: Remark, rank: int) -> None:
@@ -187,11 +187,11 @@ class Account:
         self._compare_program(step, rank)
         allowed = allowed_settings(state.settings, built, self.launch.allow_change)
         hold_given(allowed, job.optimizer, state.rates)
-        remarks, state.settings = settle(state.settings, built, job.words.rate, allowed)
+        remarks, state.settings = settle(state.settings, built, allowed)
         remarks = of_configuration + remarks
         if job.scheduler is None:
             now = state.rates.of(job.rate(step - 1))
-            remarks += schedule_differs(step - 1, state.rates.used, now, job.words.rate)
+            remarks += schedule_differs(step - 1, state.rates.used, now)
         for remark in remarks:
             self.remark(remark, rank)
 

@@ -141,12 +141,11 @@ def average_of(model: torch.nn.Module, ema: float | None, swa: Swa | None) -> Av
     return Average(model, ema, swa) if ema is not None or swa else None
 
 
-def extras_with(ours: Mapping[str, Any], given: Mapping[str, Any] | None,
-                objects: str) -> dict[str, Any]:
+def extras_with(ours: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the objects of the state: those of the user, and those of options, by the option's
     name. Raises ConfigError."""
     ours = {name: one for name, one in ours.items() if one is not None}
     for name in ours.keys() & (given or {}).keys():
-        raise ConfigError(f"{objects} has an object with the name {name!r}, which is the name of "
+        raise ConfigError(f"state has an object with the name {name!r}, which is the name of "
                           f"the option {name}. Give it another name.")
     return {**(given or {}), **ours}

@@ -16,7 +16,6 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.training.option_names import Words
 
 CLEAR = 1e-3
 """Two losses that differ by this share are not the same up to rounding."""
@@ -51,7 +50,7 @@ def may_waver(device: torch.device) -> bool:
     return device.type != "cpu" or torch.get_num_threads() > 1
 
 
-def require_same_result(tried: Sequence[Tried], wavers: bool, words: Words) -> None:
+def require_same_result(tried: Sequence[Tried], wavers: bool) -> None:
     """Raise ConfigError if one micro-batch had different results. Samples that differ are no
     result: the proof leaves them out, with a remark."""
     one = tried[0]
@@ -71,4 +70,4 @@ def require_same_result(tried: Sequence[Tried], wavers: bool, words: Words) -> N
             f"result would depend on the number of workers, because each computes other batches. "
             f"Compute it from the batch and the number of the step, draw from the default "
             f"generators of torch, numpy or random, or change it behind the inner loop, in an "
-            f"object in {words.objects}. docs/guide/script.md has the cases.")
+            f"object in state. docs/guide/script.md has the cases.")

@@ -61,7 +61,7 @@ def configuration(model: type[T] | None = None, *,
     file that the variable ELASTIC_TRAINER_CONFIG names, or else of `file`.
 
     `config["model"]["width"]` is a value of a section, `config.training` has the options for
-    Trainer, and `config.train` those for train(). Nothing of it can be changed.
+    Trainer and train(). Nothing of it can be changed.
 
     `model` is a dataclass or a pydantic model whose fields are the user's sections: then they are
     validated, and an instance of it is returned. Raises ConfigError.
@@ -112,13 +112,12 @@ def in_use(job: Job, options: Options) -> Job:
         return job
     found = taken(text)
     # A measurement has other numbers than the script gives (overridden.py).
-    for key, value in ({} if launch.override.is_given else found.train).items():
+    for key, value in ({} if launch.override.is_given else found.training).items():
         used = getattr(options, key)
         if used != value:
             raise ConfigError(
                 f"{found.source} has {TRAINING}.{key} = {value!r}, but the script gives "
-                f"{job.words.api} {used!r}. Use {job.words.name}(…, **config."
-                f"{'training' if job.words.name == 'Trainer' else 'train'}).")
+                f"{job.words.api} {used!r}. Use {job.words.name}(…, **config.training).")
     unread = redacted_settings(found.unread())
     remarks = tuple(_unread(key, value) for key, value in unread.items())
     return replace(job, configuration=redacted_settings(found.flat()),

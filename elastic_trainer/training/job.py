@@ -33,6 +33,7 @@ from elastic_trainer.events.log import newest_attempt
 from elastic_trainer.loggers.row import require_loggers
 from elastic_trainer.reduce.buffer_rules import BufferRules, Rule
 from elastic_trainer.schedule.learning_rate import LinearScaling
+from elastic_trainer.schedule.lengths import length_of
 from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.supported import refusal, refused_dataset
@@ -47,7 +48,6 @@ from elastic_trainer.training.settings import (
     remarks_on_effect,
     remarks_on_last_batch,
     remarks_on_launcher,
-    remarks_on_length,
     split_schedule,
 )
 from elastic_trainer.training.several_optimizers import Several, as_one, kind_of, members_of
@@ -140,12 +140,13 @@ def checked(
     if why := refused_dataset(dataset):
         raise ConfigError(why)
     order = order_of(dataset, options.order)
+    epochs, max_steps = length_of(options.until)
     numbers = Schedule(
         dataset_size=order.epoch_size(len(dataset)), order=order,
-        global_batch=options.global_batch, microbatches=options.microbatches, epochs=options.epochs,
-        seed=options.seed, max_steps=options.max_steps,
+        global_batch=options.global_batch, microbatches=options.microbatches, epochs=epochs,
+        seed=options.seed, max_steps=max_steps,
         drop_last=options.drop_last, min_microbatch_samples=min_samples)
-    rates = options.schedule
+    rates = options.lr
     if isinstance(rates, LinearScaling):
         rates = rates.of_batch(numbers.global_batch)
     average = average_of(model, options.ema, options.swa)
@@ -159,7 +160,7 @@ def checked(
         rate=rate,
         scheduler=scheduler,
         schedule=numbers,
-        remarks=(*remarks_on_length(numbers), *remarks_on_last_batch(numbers)),
+        remarks=tuple(remarks_on_last_batch(numbers)),
         clip_norm=options.clip_norm,
         clip_value=options.clip_value,
         precision=precision_of(options.precision, device.type),
@@ -173,7 +174,7 @@ def checked(
         logs=bool(options.loggers),
         rules=options.buffers or {},
         extras=extras_with({"swa" if options.swa else "ema": average, "best": best},
-                           options.extras, words.objects),
+                           options.state),
         after_step=after_step or (lambda step: None),
         device=device,
         words=words,
@@ -238,12 +239,12 @@ def require_values(options: Options, words: Words) -> None:
     require_loggers(options.loggers)
     lacking = [
         name
-        for name, extra in (options.extras or {}).items()
+        for name, extra in (options.state or {}).items()
         if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict"))
     ]
     if lacking:
         raise ConfigError(
-            f"the objects {lacking} in {words.objects} have no state_dict and load_state_dict. "
+            f"the objects {lacking} in state have no state_dict and load_state_dict. "
             f"Give them both."
         )
 

@@ -23,7 +23,6 @@ from elastic_trainer.reduce.traced import TracedReducer
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.job import Job, cut_of
-from elastic_trainer.training.option_names import Words
 from elastic_trainer.training.settings import CONFIGURATION, settings_of
 from elastic_trainer.training.several_optimizers import members_of
 
@@ -54,11 +53,11 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a micro-batch needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))
-    require_kept(state, job.words, begins=True)
+    require_kept(state, begins=True)
     return state
 
 
-def require_kept(state: LiveState, words: Words, *, begins: bool = False) -> None:
+def require_kept(state: LiveState, *, begins: bool = False) -> None:
     """Raise ConfigError for values that cannot be kept. Copies nothing.
 
     `begins`: before the first step, where the state learns the classes that it may hold.
@@ -68,8 +67,8 @@ def require_kept(state: LiveState, words: Words, *, begins: bool = False) -> Non
     except CannotKeep as error:
         when = "" if begins else f"after step {state.committed - 1} the state cannot be kept: "
         raise ConfigError(
-            f"{when}{error}. Change the values in the state_dict of {words.objects} and of "
-            f"{words.rate}, in get_extra_state of the modules, or in the optimizer's groups and "
+            f"{when}{error}. Change the values in the state_dict of state and of "
+            f"lr, in get_extra_state of the modules, or in the optimizer's groups and "
             f"state.") from error
     if lacking := state.extra_state.lacking:
         raise ConfigError(f"the modules of {lacking} have get_extra_state, but no set_extra_state. "
@@ -84,8 +83,8 @@ class Keeping:
     too. The cost is that of a header.
     """
 
-    def __init__(self, state: LiveState, words: Words):
-        self._state, self._words, self._steps = state, words, 0
+    def __init__(self, state: LiveState):
+        self._state, self._steps = state, 0
 
     def step(self) -> None:
         """Note that a step, or a phase of one, is finished. Raises ConfigError."""
@@ -96,7 +95,7 @@ class Keeping:
 
     def require(self) -> None:
         """Raise ConfigError for values that cannot be kept."""
-        require_kept(self._state, self._words)
+        require_kept(self._state)
 
 
 def reducer_of(reduce: str, flat: Flat, job: Job, sending: Sending, state: LiveState,

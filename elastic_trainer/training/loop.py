@@ -86,7 +86,7 @@ class Loop:
                                          self.fault_of_machine, driver.is_broken, events.trace)
         self.end = StepEnd(job, self.state, self.flat, events)
         self.warm_up = WarmUp(job, self.state, self.flat, self.reducer, self.replica, scaling)
-        self._keeping = Keeping(self.state, job.words)
+        self._keeping = Keeping(self.state)
         self.has_joined = False
         """True from this worker's first step on."""
         self._microbatch_s = 0.0  # how long a micro-batch takes on this worker, by the warm-up

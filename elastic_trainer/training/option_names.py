@@ -14,12 +14,6 @@ class Words:
 
     name: str
     api: str
-    rate: str
-    """The option that sets the learning rates."""
-    objects: str
-    """The option with the objects that belong to the state."""
-    length: str
-    """The option with the length of the run."""
     inside: str
     """Where code runs for each batch."""
     behind: str
@@ -29,8 +23,8 @@ class Words:
 
 
 OF_TRAIN = Words(
-    name="train", api="train()", rate="schedule", objects="extras", length="max_steps or epochs",
+    name="train", api="train()",
     inside="in loss", behind="in after_step", loss="loss(model, batch) returned")
 OF_TRAINER = Words(
-    name="Trainer", api="Trainer", rate="lr", objects="state", length="until",
+    name="Trainer", api="Trainer",
     inside="in the inner loop", behind="behind the inner loop", loss="step.backward() got")

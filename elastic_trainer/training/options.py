@@ -44,15 +44,13 @@ class Options:
     """The number of parts of a global batch. Workers share the parts, so batch, learning rate and
     result do not depend on the number of workers. BatchNorm computes its statistics over one part,
     so with BatchNorm this number is part of the result."""
-    epochs: int | None = None
-    """The number of passes over the dataset; 1 if neither this nor `max_steps` is given. If both
-    are given, the earlier end holds."""
+    until: str = "1 epoch"
+    """The length of the run: a number of passes over the dataset ("10 epochs"), or of steps ("5000
+    steps")."""
     seed: int = 0
     """Seeds the order of the samples, and the random numbers of each micro-batch."""
-    max_steps: int | None = None
-    """The number of steps."""
-    schedule: Schedule | None = None
-    """A function: `schedule(step)` multiplies the rates with which the optimizer was built. Or a
+    lr: Schedule | None = None
+    """A function: `lr(step)` multiplies the rates with which the optimizer was built. Or a
     torch scheduler of this optimizer: it is stepped once for each finished step (not epoch), and it
     is part of the state. With several optimizers, a dict of torch schedulers by the names of the
     optimizers; one that has none keeps its rates. ReduceLROnPlateau gets the loss of each step, so
@@ -95,7 +93,7 @@ class Options:
     """Loader processes: `Loader(workers=4)`. They read the next micro-batches of each worker while
     it computes. Each sample then has random numbers of its own. None: the worker reads each
     micro-batch when it computes it."""
-    extras: Mapping[str, Any] | None = None
+    state: Mapping[str, Any] | None = None
     """Objects with state_dict and load_state_dict that belong to the state, by name: a moving
     average of the weights, metrics. They change only in `after_step` (with Trainer: behind the
     inner loop)."""

@@ -29,7 +29,7 @@ def overridden(options: Options) -> Options:
     options = replace(options, store=None, global_batch=options.global_batch * override.scale,
                       microbatches=(override.microbatches or options.microbatches) * override.scale)
     if override.steps:
-        options = replace(options, epochs=None, max_steps=override.steps)
+        options = replace(options, until=f"{override.steps} steps")
     return options
 
 

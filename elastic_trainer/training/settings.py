@@ -35,20 +35,6 @@ class Remark:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def remarks_on_length(schedule: Numbers) -> list[Remark]:
-    """Remark that `epochs` ends the run before `max_steps`."""
-    if schedule.max_steps is None or schedule.max_steps <= schedule.steps:
-        return []
-    facts = {"max_steps": schedule.max_steps, "epochs": schedule.epochs, "steps": schedule.steps}
-    return [
-        Remark(
-            "job.steps_capped",
-            f"max_steps is {schedule.max_steps}, but epochs={schedule.epochs} has only "
-            f"{schedule.steps} steps, so the run ends after {schedule.steps}. Leave epochs out "
-            f"to train for max_steps.", facts)
-    ]
-
-
 def remarks_on_last_batch(schedule: Numbers) -> list[Remark]:
     """Remark on the samples that `drop_last` leaves out."""
     if not (dropped := schedule.dropped_samples) or not schedule.order.drops:
@@ -71,7 +57,7 @@ def split_schedule(
     """Return the torch scheduler, if there is one, and the multiplier of the rates. Raises
     ConfigError."""
     members = optimizer.members if isinstance(optimizer, Several) else {"": optimizer}
-    given = _schedulers_of(schedule, members, words.rate)
+    given = _schedulers_of(schedule, members)
     for name, scheduler in given.items():
         _require_usable(scheduler, members[name], steps, words, is_one_of_several=len(members) > 1)
     for name, member in members.items():
@@ -85,33 +71,32 @@ def split_schedule(
 
 
 def _schedulers_of(schedule: Rates | None,
-                   members: Mapping[str, torch.optim.Optimizer],
-                   rate: str) -> dict[str, LRScheduler]:
+                   members: Mapping[str, torch.optim.Optimizer]) -> dict[str, LRScheduler]:
     """Return the torch schedulers by the names of their optimizers. Raises ConfigError."""
     names = ", ".join(map(repr, members))
     if isinstance(schedule, Mapping):
         odd = [name for name in schedule if name not in members]
         if odd or not schedule or "" in members:
             raise ConfigError(
-                f"the {rate} is a dict with the names {list(schedule)}, but "
+                f"the lr is a dict with the names {list(schedule)}, but "
                 + ("there is one optimizer. Give its torch scheduler, or a function of the step."
                    if "" in members else f"the optimizers are {names}. Give at least one of them "
                    f"a torch scheduler, by the same name."))
         for name, scheduler in schedule.items():
             if not isinstance(scheduler, LRScheduler):
                 raise ConfigError(
-                    f"the {rate} of {name!r} is a {type(scheduler).__name__}. A dict holds torch "
+                    f"the lr of {name!r} is a {type(scheduler).__name__}. A dict holds torch "
                     f"schedulers. Use one function of the step for all optimizers, or an "
                     f"LRScheduler for each.")
         return dict(schedule)
     if not isinstance(schedule, LRScheduler):
         if schedule is not None and not callable(schedule):
             raise ConfigError(
-                f"{rate} is {schedule!r}. Use a function of the step, or a torch LRScheduler.")
+                f"lr is {schedule!r}. Use a function of the step, or a torch LRScheduler.")
         return {}
     if "" not in members:
         raise ConfigError(
-            f"the {rate} is a {type(schedule).__name__}, which sets the rates of one optimizer, "
+            f"the lr is a {type(schedule).__name__}, which sets the rates of one optimizer, "
             f"but there are several: {names}. Give a dict of torch schedulers by these names, or a "
             f"function of the step.")
     return {"": schedule}
@@ -122,7 +107,7 @@ def _require_no_scheduler(optimizer: torch.optim.Optimizer, words: Words) -> Non
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise ConfigError(
             f"a torch learning-rate scheduler was built on this optimizer, but {words.api} was not "
-            f"given it, so both would set the rates. Hand it over as {words.rate}=scheduler, or "
+            f"given it, so both would set the rates. Hand it over as lr=scheduler, or "
             f"build a new optimizer.")
 
 
@@ -131,22 +116,22 @@ def _require_usable(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, st
     """Raise ConfigError for a torch scheduler that would fail or do harm later."""
     name = type(scheduler).__name__
     if scheduler.optimizer is not optimizer:
-        raise ConfigError(f"the {words.rate} {name} belongs to another optimizer than "
+        raise ConfigError(f"the lr {name} belongs to another optimizer than "
                           f"{words.api} was given. Build it on this one.")
     if isinstance(scheduler, ReduceLROnPlateau):
         if is_one_of_several:
             raise ConfigError(
-                f"the {words.rate} {name} follows the loss of a step, but a step with several "
+                f"the lr {name} follows the loss of a step, but a step with several "
                 f"optimizers has a loss for each. Use another torch scheduler, or a function of "
                 f"the step.")
         if scheduler.mode != "min":
             raise ConfigError(
-                f"the {words.rate} {name} has mode {scheduler.mode!r}, but it gets the loss of "
+                f"the lr {name} has mode {scheduler.mode!r}, but it gets the loss of "
                 f"each step, which is to fall. Use mode='min', or set the rate by a function of "
                 f"the step.")
     if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
         raise ConfigError(
-            f"the {words.rate} {name} has total_steps {scheduler.total_steps}, but the run has "
+            f"the lr {name} has total_steps {scheduler.total_steps}, but the run has "
             f"{steps} steps, so it would raise at the end. Use OneCycleLR(total_steps={steps}).")
 
 
@@ -194,39 +179,39 @@ def settings_of(
     return found
 
 
-def settle(run: dict[str, Any], given: dict[str, Any], rate: str = "schedule",
+def settle(run: dict[str, Any], given: dict[str, Any],
            allowed: Mapping[str, Any] | None = None) -> tuple[list[Remark], dict[str, Any]]:
     """Return remarks on the settings of a run that differ from those now given, and the settings
     that hold. `allowed` are those that the user lets hold although the run has its own."""
     run = OLDER | run if run else run
     kept = {key: value for key, value in run.items()
             if key.startswith(RUN_HOLDS) and key not in (allowed or {})}
-    remarks = [_differs(key, run[key], given[key], "run" if key in kept else "given", rate)
+    remarks = [_differs(key, run[key], given[key], "run" if key in kept else "given")
                for key in sorted(run.keys() & given.keys() - {CONFIGURATION, PROOF})
                if run[key] != given[key]]
     return remarks, {**given, **kept}
 
 
-def schedule_differs(step: int, used: float, now: float, rate: str = "schedule") -> list[Remark]:
+def schedule_differs(step: int, used: float, now: float) -> list[Remark]:
     """Remark that a function of the step gives another rate for a step that is done."""
     return [] if used == now or used != used else [
-        _differs(f"schedule (the rate of step {step})", used, now, "given", rate)
+        _differs(f"schedule (the rate of step {step})", used, now, "given")
     ]
 
 
 def configuration_differs(key: str, run: Any, given: Any) -> Remark:
     """Remark that a key of the configuration has another value than the run had."""
-    return _differs(key, run, given, "given", "schedule")
+    return _differs(key, run, given, "given")
 
 
-def _differs(key: str, run: Any, given: Any, holds: str, rate: str) -> Remark:
+def _differs(key: str, run: Any, given: Any, holds: str) -> Remark:
     what = {
         "run": "The run's value holds, because it is part of the checkpoint. To train with the "
                "other value, give the run another name (--run, run_dir)",
         "given": "The value given now holds from here on"
     }[holds]
     # The event has the key under one name.
-    named = rate + key.removeprefix("schedule") if key.startswith("schedule") else key
+    named = "lr" + key.removeprefix("schedule") if key.startswith("schedule") else key
     return Remark("job.settings_differ",
                   f"{named} is {run!r} in the run, but {given!r} is given. {what}.",
                   {"key": key, "run_value": run, "given": given, "holds": holds})

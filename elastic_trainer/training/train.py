@@ -4,7 +4,7 @@ loop.
 model, optimizer, dataset, loss, numbers → here → weights
 
     from elastic_trainer import train
-    train(model, optimizer, dataset, loss=loss, global_batch=256, microbatches=16, epochs=3, seed=0)
+    train(model, optimizer, dataset, loss=loss, global_batch=256, microbatches=16, until="3 epochs")
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from elastic_trainer.data.loader import Loader
@@ -28,14 +27,13 @@ from elastic_trainer.evaluate.evaluation_plan import (
 )
 from elastic_trainer.loggers.row import Logger
 from elastic_trainer.reduce.buffer_rules import Rule
-from elastic_trainer.schedule.learning_rate import LinearScaling
 from elastic_trainer.schedule.lengths import ends_interval
 from elastic_trainer.schedule.order import Order
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.moves import Finished, Microbatch, Move
-from elastic_trainer.training.options import Options
+from elastic_trainer.training.options import Options, Schedule
 from elastic_trainer.training.overridden import overridden
 from elastic_trainer.training.precision import Precision
 from elastic_trainer.training.worker import Worker
@@ -45,9 +43,8 @@ Loss = Callable[[torch.nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Any]]
 
 def train(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
-    loss: Loss, global_batch: int, microbatches: int = 8, epochs: int | None = None, seed: int = 0,
-    max_steps: int | None = None,
-    schedule: Callable[[int], float] | LinearScaling | LRScheduler | None = None,
+    loss: Loss, global_batch: int, microbatches: int = 8, until: str = "1 epoch", seed: int = 0,
+    lr: Schedule | None = None,
     clip_norm: float | None = None, clip_value: float | None = None,
     ema: float | None = None, swa: Swa | None = None,
     evaluate: Evaluation | None = None, best: KeepBest | None = None,
@@ -55,7 +52,7 @@ def train(
     order: str | Order = "shuffled", drop_last: bool = False,
     min_microbatch_samples: int | None = None,
     collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
-    extras: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
+    state: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
     checkpoint_every: int | str | None = "auto", keep_last: int = 3, keep_every: int = 0,
     part_bytes: int = PART_BYTES, reduce: str | None = None, compress: bool | str = False,
     predivide: float = 1.0, bucket_bytes: int | None = None,
@@ -81,14 +78,13 @@ def train(
     sys.exit()). Leaves by SystemExit 75 if this worker is not wanted any more.
     """
     options = overridden(Options(
-        global_batch=global_batch, microbatches=microbatches, epochs=epochs, seed=seed,
-        max_steps=max_steps,
-        schedule=schedule, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
+        global_batch=global_batch, microbatches=microbatches, until=until, seed=seed,
+        lr=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
         best=best,
         precision=precision, scaler=scaler,
         order=order, drop_last=drop_last, min_microbatch_samples=min_microbatch_samples,
         collate=collate,
-        loader=loader, extras=extras,
+        loader=loader, state=state,
         checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         part_bytes=part_bytes, reduce=reduce, compress=compress,
         predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads,

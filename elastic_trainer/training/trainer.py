@@ -39,7 +39,6 @@ from elastic_trainer.evaluate.best import NOT_KEPT, Best, KeepBest
 from elastic_trainer.evaluate.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.loggers.row import Logger
 from elastic_trainer.reduce.buffer_rules import Rule
-from elastic_trainer.schedule.lengths import length_of
 from elastic_trainer.schedule.order import Order
 from elastic_trainer.state.checkpoint import PART_BYTES
 from elastic_trainer.training.averages import Swa
@@ -65,8 +64,7 @@ class Trainer:
     one, or several by name: then each has a phase of its own in every step (`step.phase`).
     `dataset` has `len` and `[i]` (or `__getitems__`). A batch is what `collate` returns, with its
     tensors on the model's device. `until` is a number of epochs or of steps: "10 epochs", "5000
-    steps". `lr` is the option `schedule`, and `state` is `extras`. The section Options of the
-    reference has the other options (training/options.py).
+    steps". The section Options of the reference has the other options (training/options.py).
 
     What the loop may keep, and where:
 
@@ -113,12 +111,10 @@ class Trainer:
         listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
         loggers: Sequence[Logger] = (), timeline: bool = False, progress: bool = True,
     ):
-        epochs, max_steps = length_of(until)
         options = overridden(Options(
-            global_batch=global_batch, microbatches=microbatches, epochs=epochs,
-            max_steps=max_steps, seed=seed,
-            schedule=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
-            best=best, precision=precision, scaler=scaler, extras=state, order=order,
+            global_batch=global_batch, microbatches=microbatches, until=until, seed=seed, lr=lr,
+            clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
+            best=best, precision=precision, scaler=scaler, state=state, order=order,
             drop_last=drop_last, min_microbatch_samples=min_microbatch_samples, collate=collate,
             loader=loader, checkpoint_every=checkpoint_every, keep_last=keep_last,
             keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,

@@ -121,7 +121,7 @@ class WarmUp:
         if other := another(job.schedule, place):
             yield from self._try_microbatch(job.schedule.microbatch_samples(*other), other)
             tried.append((yield from self._try_microbatch(first, place)))
-        require_same_result(tried, may_waver(job.device), job.words)
+        require_same_result(tried, may_waver(job.device))
         if job.schedule.smallest_microbatch < len(first):
             yield from self._try_smallest_microbatch(first[: job.schedule.smallest_microbatch])
         if compiled.programs() > programs:

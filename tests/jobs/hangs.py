@@ -116,6 +116,6 @@ torch.manual_seed(1)
 square = torch.randn(200, 200)
 model = torch.nn.Sequential(torch.nn.Linear(8, options.width), torch.nn.Linear(options.width, 4))
 result = train(model, torch.optim.SGD(model.parameters(), lr=0.1), Points(), loss=loss,
-               after_step=after_step, listeners=[note], max_steps=options.steps, global_batch=32,
-               microbatches=4, seed=3, checkpoint_every=options.checkpoint_every)
+               after_step=after_step, listeners=[note], until=f"{options.steps} steps",
+               global_batch=32, microbatches=4, seed=3, checkpoint_every=options.checkpoint_every)
 print("weights", result.weights_sha256)

@@ -214,9 +214,9 @@ else:
     result = train(model,
                    optimizer,
                    dataset(),
-                   max_steps=options.steps,
+                   until=f"{options.steps} steps",
                    loss=loss,
-                   schedule=rate,
+                   lr=rate,
                    **given)
 if result:
     print("loss", result.loss)

@@ -26,7 +26,6 @@ train(model,
       loss=loss,
       global_batch=64,
       microbatches=4,
-      epochs=10**6,
-      max_steps=options.steps,
+      until=f"{options.steps} steps",
       checkpoint_every=options.checkpoint_every,
       reduce=options.reduce)

@@ -44,7 +44,6 @@ train(model,
       Samples(),
       global_batch=64,
       microbatches=64,
-      epochs=10**6,
-      max_steps=10**6,
+      until="1000000 steps",
       checkpoint_every=10**9,
       loss=lambda model, batch: model(batch).square().mean())
