@@ -62,7 +62,7 @@ def require_options(configuration: Configuration) -> None:
     types, _, others = declared()
     given = configuration.section(TRAINING)
     for name in given:
-        if name in others:
+        if name in others and name not in SCRIPTS_OWN:
             raise ConfigError(
                 f"{configuration.source} has training.{name}, but this option is an object. Build "
                 f"it in the script, from values in a section of yours such as [{name}].")

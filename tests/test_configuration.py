@@ -69,7 +69,7 @@ def test_each_plain_option_is_known_and_each_object_is_refused() -> None:
 
 @pytest.mark.parametrize(("toml", "message"), [
     ("[training]\nmicrobatch = 8", r"training\.microbatch, which is no option\. Did you mean "
-                                   r"micro-batches\?"),
+                                   r"microbatches\?"),
     ("[training]\nmicrobatches = '8'", r"training\.microbatches = '8'\. Use a whole number\."),
     ("[training]\nmicrobatches = true", r"training\.microbatches = True\. Use a whole number\."),
     ("[training]\nloader = 4", r"training\.loader, but this option is an object\. Build it in the"),

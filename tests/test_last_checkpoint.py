@@ -142,7 +142,7 @@ def test_a_value_that_gets_another_type_is_the_users_error_at_the_next_checkpoin
 def test_a_value_that_gets_another_type_is_named_before_the_world_changes() -> None:
     """The healthy workers do not meet a worker that cannot receive their state."""
     model, turning = built(), Turning()
-    loop = Loop(job(model, extras={"mine": turning}), Launch(), Alone(), Events(None), "exact",
+    loop = Loop(job(model, state={"mine": turning}), Launch(), Alone(), Events(None), "exact",
                 Sending())
     loop._keeping._steps, turning.value = 4, Path("/tmp")
     loop._keeping.step()  # the fifth: not due

@@ -636,7 +636,7 @@ def job(model: Model, **changes: Any) -> JobOfTrain:
     whole: dict[str, Any] = {
         "model": model, "optimizer": sgd(model), "dataset": DATA, "loss": mse, "schedule": SCHEDULE,
         "rate": lambda step: 1.0, "clip_norm": None, "scaler": None, "collate": default_collate,
-        "extras": {}, "after_step": lambda step: None, "device": torch.device("cpu")
+        "state": {}, "after_step": lambda step: None, "device": torch.device("cpu")
     }
     whole |= changes
     reader = Reader(whole["dataset"], whole["collate"], MicrobatchRecipe(whole["schedule"]), None,
@@ -871,7 +871,7 @@ def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> N
     assert not ears.facts("run.finished")
 
 
-@pytest.mark.parametrize("where", ["loss", "schedule", "after_step"])
+@pytest.mark.parametrize("where", ["loss", "lr", "after_step"])
 def test_an_exit_is_the_users_error_when_the_users_code_exits(where: str) -> None:
     """sys.exit() in the user's code is no dead host, whose worker would be started again for
     ever."""
@@ -943,7 +943,8 @@ def test_a_number_of_steps_is_done_whatever_an_epoch_has(
         capsys: pytest.CaptureFixture[str]) -> None:
     """More than one pass over the dataset, too. Without a length it is one pass."""
     assert trained(built(), until="8 steps").steps == 8
-    assert train(model := built(), sgd(model), DATA, loss=mse, global_batch=8, microbatches=4,
+    model = built()
+    assert train(model, sgd(model), DATA, loss=mse, global_batch=8, microbatches=4,
                  progress=False).steps == 3
     assert capsys.readouterr().err == ""
 

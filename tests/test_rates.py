@@ -317,7 +317,7 @@ def test_a_scheduler_that_does_not_work_here_is_refused_at_the_start() -> None:
         ),
         (lambda o: schedulers.ReduceLROnPlateau(o, mode="max"), "mode 'max'"),
         (Held, "scheduler/state/rule holds a function"),
-        (lambda o: 0.1, "schedule is 0.1"),
+        (lambda o: 0.1, "lr is 0.1"),
     ]:
         optimizer = momentum(model)
         with pytest.raises(ConfigError, match=named):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import NUMBERS, Ears, built, in_a_world, job, mse, sgd, trained
+from test_loop import Ears, built, in_a_world, job, mse, sgd, trained
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.live_state import LiveState
@@ -240,7 +240,7 @@ def test_sparse_gradients_train_as_dense_ones_do(seed: int) -> None:
     def in_world(rank: int) -> Any:
         return job(model(is_sparse=True), loss=loss)
 
-    dense, sparse = (trained(model(is_sparse), loss=loss, **NUMBERS) for is_sparse in (False, True))
+    dense, sparse = (trained(model(is_sparse), loss=loss) for is_sparse in (False, True))
     assert sparse.weights_sha256 == dense.weights_sha256
     for size in (2, 3, 4):
         for result in in_a_world(size, in_world):

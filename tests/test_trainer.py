@@ -37,10 +37,10 @@ from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.reduce.counts import Tally, read
 from elastic_trainer.schedule.learning_rate import cosine
+from elastic_trainer.schedule.lengths import length_of
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.trainer import length_of
 from elastic_trainer.views.verify import verify
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations

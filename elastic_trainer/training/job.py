@@ -89,7 +89,8 @@ class Job:
     collate: Callable[[list[Any]], Any]
     readers: Readers
     """Read the batches of micro-batches, and those of evaluations."""
-    extras: dict[str, Any]
+    state: dict[str, Any]
+    """Objects that belong to the state."""
     device: torch.device
     rules: Mapping[str, Rule] = field(default_factory=dict)
     """The rules of buffers, as given."""
@@ -173,7 +174,7 @@ def checked(
         best=best,
         logs=bool(options.loggers),
         rules=options.buffers or {},
-        extras=extras_with({"swa" if options.swa else "ema": average, "best": best},
+        state=extras_with({"swa" if options.swa else "ema": average, "best": best},
                            options.state),
         after_step=after_step or (lambda step: None),
         device=device,

@@ -36,7 +36,7 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
     state = LiveState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler,
                          identity=identity | cut_of(numbers),
                          optimizers=dict(zip(job.phases, members_of(job.optimizer), strict=True)))
-    state.extras, state.phases = job.extras, len(job.phases)
+    state.extras, state.phases = job.state, len(job.phases)
     if job.logs:
         state.run_id = secrets.token_hex(8)  # that of rank 0 holds: the others receive its state
     if job.best:
