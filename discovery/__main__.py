@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
 
         return run(argv)
     if argv == ["check"]:
-        from elastic_trainer.discovery.account import run as check  # here: it imports boto3
+        from elastic_trainer.discovery.places.ec2_account import run as check  # imports boto3
 
         return check()
     print("usage:", str(__doc__).split("\n\n")[1], sep="\n", file=sys.stderr)

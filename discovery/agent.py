@@ -40,9 +40,9 @@ ANSWERS_AT_ONCE = 16
 class AgentServer:
     """Answers each authenticated `GET /health` in a thread."""
 
-    def __init__(self, bind: str, port: int, key: bytes, agent: Agent):
+    def __init__(self, bind: str, port: int, key: bytes, agent: Agent, nonces: int = NONCES):
         self.key, self.agent = key, agent
-        self._nonces: deque[str] = deque(maxlen=NONCES)
+        self._nonces: deque[str] = deque(maxlen=nonces)
         self._known: set[str] = set()
         self._answering = threading.Semaphore(ANSWERS_AT_ONCE)
         self.gate = Gate(bind, port, self._begin, lambda *_: agent.refuse(), request_s=REQUEST_S)
@@ -64,7 +64,7 @@ class AgentServer:
         """Accept a nonce; False if it was used before."""
         if nonce in self._known:
             return False
-        if len(self._nonces) == NONCES:
+        if len(self._nonces) == self._nonces.maxlen:
             self._known.discard(self._nonces[0])
         self._nonces.append(nonce)
         self._known.add(nonce)

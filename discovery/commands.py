@@ -10,11 +10,12 @@ from pathlib import Path
 
 from elastic_trainer.discovery.agent import serve
 from elastic_trainer.discovery.client import read_key
-from elastic_trainer.discovery.ec2 import HOST_NAMES, AutoScalingGroup, CloudUnavailable, Ec2
-from elastic_trainer.discovery.group import keep
 from elastic_trainer.discovery.health import Agent
 from elastic_trainer.discovery.hosts import Policy
-from elastic_trainer.discovery.notices import ENDPOINT, Metadata
+from elastic_trainer.discovery.place import PlaceUnavailable
+from elastic_trainer.discovery.places.ec2 import HOST_NAMES, AutoScalingGroup, Ec2
+from elastic_trainer.discovery.places.ec2_group import keep
+from elastic_trainer.discovery.places.ec2_metadata import ENDPOINT, Metadata
 from elastic_trainer.discovery.poll import Poller, once
 from elastic_trainer.wire.plain import plain_text
 
@@ -32,7 +33,7 @@ def run(argv: list[str]) -> int:
         else:
             _ask_ec2(options)
         return 0
-    except (CloudUnavailable, ValueError, OSError) as error:
+    except (PlaceUnavailable, ValueError, OSError) as error:
         print(f"discovery: {plain_text(error)}", file=sys.stderr)
         return 1
 
@@ -41,24 +42,24 @@ def _run_agent(options: argparse.Namespace) -> None:
     metadata = None if options.no_metadata else Metadata(options.metadata)
     key = read_key(options.key_file)
     user = options.user if options.user is not None else user_of_workers(options.key_file)
-    serve(options.bind, options.port, key, Agent(metadata, options.folder, user=user),
+    serve(options.bind, options.port, key, Agent(metadata, options.folder, user),
           lambda port: print(port, flush=True))
 
 
 def _ask_ec2(options: argparse.Namespace) -> None:
     """Print EC2's list once, or poll until a signal."""
     tags = dict(tag.split("=", 1) for tag in options.tag)
-    cloud = Ec2(tags, options.group, cpu_slots=options.cpu_slots, host_name=options.host_name)
+    place = Ec2(tags, options.group, cpu_slots=options.cpu_slots, host_name=options.host_name)
     has_agents = options.command == "poll" and options.key_file is not None
     policy = Policy(lifecycle=options.lifecycle, same_type=options.same_type, agents=has_agents,
                     horizon_s=60 * options.horizon)
     if options.command == "ec2":
-        lines = (f"{name}:{slots}\n" for name, slots in once(cloud, policy))
+        lines = (f"{name}:{slots}\n" for name, slots in once(place, policy))
         sys.stdout.write("".join(lines))
         return
     key = read_key(options.key_file) if has_agents else b""
-    Poller(cloud, options.hosts_file, policy, interval_s=options.interval, key=key,
-           events_file=options.events, supply=cloud.supply,
+    Poller(place, options.hosts_file, policy, interval_s=options.interval, key=key,
+           events_file=options.events,
            agent_port=options.agent_port if has_agents else None).run()
 
 

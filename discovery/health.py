@@ -24,13 +24,14 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from elastic_trainer.discovery.notices import Metadata, MetadataUnavailable
+from elastic_trainer.discovery.place import Machine, PlaceUnavailable
 from elastic_trainer.host import processes, standbys
 from elastic_trainer.wire.gate import NO_DESCRIPTOR
 
@@ -47,12 +48,64 @@ MOST_WORKERS, MOST_NAME = 256, 120
 """The most workers in an answer, and characters of a name: an answer stays below 64 KiB."""
 
 
+def illness(folder: Path, disk_free: float = DISK_FREE, memory_free: float = MEMORY_FREE) -> str:
+    """Return the fault of this machine's disk or memory; "" if there is none."""
+    try:
+        disk = shutil.disk_usage(folder)
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return f"disk: {error}"
+    if disk.free < disk_free * disk.total:
+        return f"disk full: {disk.free >> 20} MiB left under {folder}"
+    memory = psutil.virtual_memory()
+    if memory.available < memory_free * memory.total:
+        return f"no memory: {memory.available >> 20} MiB left"
+    return ""
+
+
+def gpu_count(timeout_s: float = NVIDIA_SMI_S) -> int | None:
+    """Return how many GPUs answer; None where there is no nvidia-smi."""
+    if not shutil.which("nvidia-smi"):
+        return None
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True,
+                                timeout=timeout_s)
+        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
+        return 0
+    except subprocess.TimeoutExpired:
+        return 0
+
+
+def workers(user: int | None = None) -> list[dict[str, Any]]:
+    """Return a user's workers, by default of this process's user: name, pid, and state ("step 7").
+
+    A worker's children have its name, and so has the shim before it, which shows no state. Signals
+    go to the outermost process of a worker. Its state is the short name of the outermost process
+    with one of SHORT_NAME. Raises OSError when no descriptor is free.
+    """
+    found = processes.workers_of_user(os.geteuid() if user is None else user)
+    named = processes.outermost({pid: seen for pid, seen in found.items()
+                                    if processes.SHORT_NAME.fullmatch(seen.short_name)})
+    return [{"pid": pid, "worker": name,
+             "doing": found[named[name]].short_name if name in named else "booting"}
+            for name, pid in processes.outermost(found).items()]
+
+
 class Agent:
     """One host's health. `user` owns the workers; None: this process's own user."""
 
-    def __init__(self, metadata: Metadata | None, folder: Path, devices: Path = Path("/dev"),
-                 user: int | None = None):
-        self.metadata, self.folder, self.user = metadata, folder, user
+    def __init__(self, metadata: Machine | None, folder: Path, user: int | None = None, *,
+                 devices: Path = Path("/dev"), hung_s: float = HUNG_S,
+                 find_workers: Callable[[int | None], list[dict[str, Any]]] = workers,
+                 count_gpus: Callable[[], int | None] = gpu_count,
+                 find_illness: Callable[[Path], str] = illness):
+        self.metadata, self.folder, self.user, self.hung_s = metadata, folder, user, hung_s
+        self._find_workers, self._count_gpus = find_workers, count_gpus
+        self._find_illness = find_illness
         self._lock = threading.Lock()
         self._drains: dict[str, Any] | None = None
         self._rebalance = self._has_called = False
@@ -88,7 +141,7 @@ class Agent:
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the workers on this machine. Raises OSError when no descriptor is free."""
-        return workers() if self.user is None else workers(self.user)
+        return self._find_workers(self.user)
 
     def has_workers(self) -> bool:
         """True if this machine has workers, or if that is unknown now."""
@@ -116,17 +169,17 @@ class Agent:
                 at = time.strftime("%H:%M:%S", time.gmtime(notice.deadline))
                 self.drain(f"{notice.action} at {at} UTC", notice.deadline)
             self._rebalance, self._unknown = self.metadata.rebalance(), ""
-        except MetadataUnavailable as error:
+        except PlaceUnavailable as error:
             self._unknown = str(error)
 
     def examine(self) -> None:
         """Examine the machine once. May hang, as a broken disk or GPU does."""
         self._examining_since = time.monotonic()
         try:
-            gpus = gpu_count()
+            gpus = self._count_gpus()
             self._gpus = max(self._gpus, gpus or 0)
             is_lost = gpus is not None and gpus < self._gpus
-            self._sick = illness(self.folder) or (
+            self._sick = self._find_illness(self.folder) or (
                 f"GPU lost: {gpus} of {self._gpus} answer" if is_lost else "")
             self._unexamined = ""
         except OSError as error:  # no descriptor is free, which is no fault
@@ -139,7 +192,7 @@ class Agent:
         with self._lock:
             drains, since = self._drains, self._examining_since
         hung_s = 0.0 if since is None else time.monotonic() - since
-        sick = self._sick if hung_s < HUNG_S else (
+        sick = self._sick if hung_s < self.hung_s else (
             f"GPU lost, or disk: they have not answered for {hung_s:.0f} s")
         reason = drains["why"] if drains else sick or self._unexamined or self._unknown
         return {"state": "draining" if drains else "sick" if sick else "ready", "why": reason,
@@ -151,50 +204,3 @@ class Agent:
                 "standby": standbys.waiting_in(standbys.standby_folder(os.environ, self.user),
                                                 self.user),
                 "time": time.time(), "refused": self.refused}
-
-
-def illness(folder: Path) -> str:
-    """Return the fault of this machine's disk or memory; "" if there is none."""
-    try:
-        disk = shutil.disk_usage(folder)
-    except OSError as error:
-        if error.errno in NO_DESCRIPTOR:
-            raise
-        return f"disk: {error}"
-    if disk.free < DISK_FREE * disk.total:
-        return f"disk full: {disk.free >> 20} MiB left under {folder}"
-    memory = psutil.virtual_memory()
-    if memory.available < MEMORY_FREE * memory.total:
-        return f"no memory: {memory.available >> 20} MiB left"
-    return ""
-
-
-def gpu_count() -> int | None:
-    """Return how many GPUs answer; None where there is no nvidia-smi."""
-    if not shutil.which("nvidia-smi"):
-        return None
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True,
-                                timeout=NVIDIA_SMI_S)
-        return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
-    except OSError as error:
-        if error.errno in NO_DESCRIPTOR:
-            raise
-        return 0
-    except subprocess.TimeoutExpired:
-        return 0
-
-
-def workers(user: int | None = None) -> list[dict[str, Any]]:
-    """Return a user's workers, by default of this process's user: name, pid, and state ("step 7").
-
-    A worker's children have its name, and so has the shim before it, which shows no state. Signals
-    go to the outermost process of a worker. Its state is the short name of the outermost process
-    with one of SHORT_NAME. Raises OSError when no descriptor is free.
-    """
-    found = processes.workers_of_user(os.geteuid() if user is None else user)
-    named = processes.outermost({pid: seen for pid, seen in found.items()
-                                    if processes.SHORT_NAME.fullmatch(seen.short_name)})
-    return [{"pid": pid, "worker": name,
-             "doing": found[named[name]].short_name if name in named else "booting"}
-            for name, pid in processes.outermost(found).items()]

@@ -1,6 +1,6 @@
 """Which hosts may work now, and the reason for each other one: one pure function.
 
-instances (ec2), health (agent), notices, history, clock → here → hosts file (poll)
+instances (place), health (agent), notices, history, clock → here → hosts file (poll)
 
 What always holds:
 1. A host with a notice of the cloud never comes back: its id is excluded until the cloud forgets
@@ -24,41 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """The group as AWS has it."""
-
-    wish: int
-    """The tag Workers."""
-    size: int
-    """Its desired capacity."""
-    is_armed: bool
-    """The order to empty it exists, and its time has not come."""
-
-
-@dataclass(frozen=True)
-class Instance:
-    """A machine as the cloud describes it."""
-
-    id: str
-    name: str
-    """The host's name or address, unique to this incarnation."""
-    type: str = ""
-    zone: str = ""
-    launched: float = 0.0
-    """Seconds since 1970, by the cloud's clock: only for the order."""
-    lifecycle: str = "spot"
-    """"spot" or "on-demand"."""
-    state: str = "running"
-    group_state: str = ""
-    """Its LifecycleState in the auto scaling group ("InService", "Terminating:Wait", …); "" outside
-    any group."""
-    is_impaired: bool = False
-    events: tuple[tuple[str, float], ...] = ()
-    """Scheduled events that are not completed: code ("instance-stop", …), and in how many seconds
-    it may begin."""
-    slots: int = 1
+from elastic_trainer.discovery.place import Instance
 
 
 @dataclass(frozen=True)

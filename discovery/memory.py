@@ -10,15 +10,14 @@ What always holds:
 from __future__ import annotations
 
 import json
-import math
-import types
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass, replace
-from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
-from elastic_trainer.discovery.hosts import History, Instance
-from elastic_trainer.discovery.refusals import Reported
+from pydantic import TypeAdapter
+
+from elastic_trainer.discovery.hosts import History
+from elastic_trainer.discovery.place import Instance, Reported
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,23 @@ class Memory:
     """The refusals of AWS that are in the event log."""
 
 
+FORM = TypeAdapter(Memory)
+
+
 def write_down(memory: Memory) -> str:
     """Return it as JSON."""
     return json.dumps(memory, default=vars)
 
 
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
 def recall(text: str, now: float) -> Memory:
     """Read it, with its times shifted to the reader's clock. Raises ValueError."""
-    memory: Memory = _as(Memory, json.loads(text))
+    memory = FORM.validate_json(text, strict=True)
+    if json.loads(text, parse_constant=_no_number) != json.loads(write_down(memory)):
+        raise ValueError("it has other fields than this code's")
     by = now - memory.clock
 
     def later(at: float | None) -> float | None:
@@ -60,28 +68,3 @@ def recall(text: str, now: float) -> Memory:
     logged_at = {code: at + by for code, at in memory.reported.logged_at.items()}
     return replace(memory, clock=now, history=replace(memory.history, past=past),
                    reported=replace(memory.reported, logged_at=logged_at))
-
-
-def _as(kind: Any, value: Any) -> Any:
-    """Return a JSON value as a value of a type. Raises ValueError if it is none."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
-        if value.keys() == (hints := _hints(kind)).keys():
-            return kind(**{name: _as(hints[name], value[name]) for name in hints})
-    if origin is types.UnionType:
-        return None if value is None and type(None) in inner else _as(inner[0], value)
-    if origin is tuple and isinstance(value, list) and (inner[-1] is ...
-                                                        or len(inner) == len(value)):
-        return tuple(_as(inner[0 if inner[-1] is ... else n], item) for n, item in enumerate(value))
-    if origin is Mapping and isinstance(value, dict):
-        return {name: _as(inner[1], item) for name, item in value.items()}
-    if kind is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    if kind in (int, str, bool) and type(value) is kind:
-        return value
-    raise ValueError(f"{value!r:.60} is no {kind}")
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)

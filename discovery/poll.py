@@ -1,6 +1,6 @@
 """The poller: asks the cloud and the agents periodically, and keeps the hosts file true.
 
-ec2, agents → here → hosts file → `discovery hosts-file` → horovodrun
+place, agents → here → hosts file → `discovery hosts-file` → horovodrun
 
 What always holds:
 1. The hosts file is replaced whole, and only after a complete answer. While the cloud does not
@@ -12,7 +12,7 @@ What always holds:
    the file within two seconds, also while the cloud hangs.
 4. A poller that is killed at any moment has written down what it knows (memory.py) before the list
    that follows from it.
-5. The event log and the table show that AWS refuses machines, until machines come (refusals.py).
+5. The event log and the table show that AWS refuses machines, until machines come (place.py).
    An unknown state of that delays nothing else.
 6. A full disk or an event log that cannot be written does not end the poller: it prints that on
    stderr and tries again at its next turn.
@@ -31,9 +31,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from elastic_trainer.discovery.ec2 import CloudUnavailable
 from elastic_trainer.discovery.files import append_event, replace_whole
 from elastic_trainer.discovery.hosts import (
     DOUBTED,
@@ -43,14 +42,20 @@ from elastic_trainer.discovery.hosts import (
     Decision,
     Health,
     History,
-    Instance,
     Past,
     Policy,
     decide,
 )
 from elastic_trainer.discovery.memory import Memory, recall, write_down
+from elastic_trainer.discovery.place import (
+    Instance,
+    Place,
+    PlaceUnavailable,
+    Reported,
+    Supply,
+    report,
+)
 from elastic_trainer.discovery.questions import Agents, CloudQuestion
-from elastic_trainer.discovery.refusals import Reported, Supply, report
 from elastic_trainer.wire.plain import plain_text
 
 AGENTS_S = 1.0
@@ -61,17 +66,11 @@ REFUSED_EVERY_S = 60.0
 """The shortest interval between two events of clients that one host has refused."""
 
 
-class Cloud(Protocol):
-    """The machines of the fleet, as a cloud reports them."""
-
-    def instances(self) -> list[Instance]: ...
-
-
 @dataclass
 class Poller:
     """One fleet's poller."""
 
-    cloud: Cloud
+    place: Place
     hosts_file: Path
     policy: Policy
     interval_s: float = 5.0
@@ -82,8 +81,6 @@ class Poller:
     agents_patience_s: float = 1.0
     """The time for which a turn waits for the agents' answers."""
     key: bytes = b""
-    supply: Callable[[], Supply | None] = lambda: None
-    """Asked after each answer of the cloud: whether machines are lacking, and why."""
     events_file: Path | None = None
     clock: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
@@ -168,7 +165,7 @@ class Poller:
         """Ask the cloud, if it is due; return the answer if one has come."""
         try:
             answer = self.question.answer()
-        except CloudUnavailable as error:
+        except PlaceUnavailable as error:
             self.emit("discovery.cloud_unavailable", error=str(error),
                       failures=self.question.failures)
             return None
@@ -180,10 +177,10 @@ class Poller:
 
     def _ask_both(self) -> tuple[list[Instance], Supply | str | None]:
         """Return the machines, and what is lacking, or why that is unknown."""
-        instances = self.cloud.instances()
+        instances = self.place.instances()
         try:
-            return instances, self.supply()
-        except CloudUnavailable as error:
+            return instances, self.place.supply()
+        except PlaceUnavailable as error:
             return instances, str(error)
 
     def _take_supply(self, supply: Supply | str | None) -> None:
@@ -356,12 +353,12 @@ def row(instance: Instance, decision: Decision, answer: Health | None,
             "refused": answer.refused if answer else 0}
 
 
-def once(cloud: Cloud, policy: Policy) -> Sequence[tuple[str, int]]:
+def once(place: Place, policy: Policy) -> Sequence[tuple[str, int]]:
     """Return the list straight from the cloud, without agents and without a past.
 
-    Raises CloudUnavailable.
+    Raises PlaceUnavailable.
     """
-    return decide(cloud.instances(), {}, History(), 0.0, policy).hosts
+    return decide(place.instances(), {}, History(), 0.0, policy).hosts
 
 
 def _without_figures(why: str) -> str:

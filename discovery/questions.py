@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 from elastic_trainer.discovery.client import AgentUnreachable, ask
-from elastic_trainer.discovery.ec2 import CloudUnavailable
-from elastic_trainer.discovery.hosts import MOST_DOUBLINGS, Health, Instance
+from elastic_trainer.discovery.hosts import MOST_DOUBLINGS, Health
+from elastic_trainer.discovery.place import Instance, PlaceUnavailable
 
 MOST_BACK_OFF_S = 60.0
 GIVE_UP_S = 60.0
@@ -38,7 +38,7 @@ class CloudQuestion(Generic[Answer]):
         self._asked_at = -math.inf
 
     def answer(self) -> Answer | None:
-        """Ask, if it is due; return the answer if there is one now. Raises CloudUnavailable."""
+        """Ask, if it is due; return the answer if there is one now. Raises PlaceUnavailable."""
         now = self.clock()
         if self.pending is None:
             back_off_s = self.interval_s * 2.0 ** min(self.failures, MOST_DOUBLINGS)
@@ -52,9 +52,9 @@ class CloudQuestion(Generic[Answer]):
         self.pending = None
         try:
             if not pending.done():
-                raise CloudUnavailable(f"The cloud has not ended its answer in {GIVE_UP_S:.0f} s.")
+                raise PlaceUnavailable(f"The cloud has not ended its answer in {GIVE_UP_S:.0f} s.")
             answer = pending.result()
-        except CloudUnavailable:
+        except PlaceUnavailable:
             self.failures += 1
             raise
         self.failures = 0

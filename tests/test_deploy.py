@@ -178,10 +178,10 @@ def actions_of(document: str) -> set[str]:
 
 
 def test_the_coordinator_may_call_what_discovery_calls_and_workers_nothing_of_it() -> None:
-    """Each boto3 call of discovery/ec2.py, by its name in IAM; nothing more but to send the workers
-    away."""
-    tree = ast.parse((ROOT / "discovery" / "ec2.py").read_text())
-    services = {"self._ec2": "ec2", "self._scaling": "autoscaling"}
+    """Each boto3 call of discovery/places/ec2.py, by its name in IAM; nothing more but to
+    send the workers away."""
+    tree = ast.parse((ROOT / "discovery" / "places" / "ec2.py").read_text())
+    services = {"self._ec2": "ec2", "self._scaling": "autoscaling", "scaling": "autoscaling"}
     called = {
         f"ec2:{node.args[0].value}"
         for node in ast.walk(tree) if isinstance(node, ast.Call)
@@ -1115,7 +1115,7 @@ def test_push_sends_what_git_tracks_and_lists_what_it_leaves_out(tmp_path: Path)
         assert read and read.read() == b"now\n"
     assert files.keys() >= {
         "horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
-        "elastic_trainer/training/loop.py", "discovery/ec2.py", "state/s3.py", "setup.cfg"
+        "elastic_trainer/training/loop.py", "discovery/places/ec2.py", "state/s3.py", "setup.cfg"
     }
     assert not any(
         name.startswith(("tests", "runs", ".git")) or "__pycache__" in name for name in files)

@@ -10,19 +10,21 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
+from cloud import AWS
 from faulty_proxy import FaultyProxy
 from moto_server import moto_server
 from s3_servers import Unavailable
 
-from elastic_trainer.discovery import ec2 as ec2_module
-from elastic_trainer.discovery.ec2 import CloudUnavailable, Ec2
 from elastic_trainer.discovery.hosts import History, Policy, decide
+from elastic_trainer.discovery.place import PlaceUnavailable
+from elastic_trainer.discovery.places.ec2 import Ec2
 from elastic_trainer.discovery.poll import once
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,25 +42,16 @@ def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def client(service: str, endpoint: str) -> Any:
-    return boto3.client(service,
-                        endpoint_url=endpoint,
-                        region_name="us-east-1",
-                        aws_access_key_id="x",
-                        aws_secret_access_key="x")
+    return boto3.client(service, endpoint_url=endpoint, region_name="us-east-1",
+                        aws_access_key_id="x", aws_secret_access_key="x")
 
 
 @pytest.fixture
 def proxy(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyProxy]:
     """A proxy before a fresh account, to which AWS's variables point."""
-    import urllib.request
-
     urllib.request.urlopen(urllib.request.Request(f"{moto}/moto-api/reset", method="POST")).read()
     with FaultyProxy(moto) as proxy:
-        for name, value in {
-                "AWS_ENDPOINT_URL": proxy.endpoint, "AWS_ACCESS_KEY_ID": "x",
-                "AWS_SECRET_ACCESS_KEY": "x", "AWS_REGION": "us-east-1",
-                "AWS_DEFAULT_REGION": "us-east-1"
-        }.items():
+        for name, value in {**AWS, "AWS_ENDPOINT_URL": proxy.endpoint}.items():
             monkeypatch.setenv(name, value)
         yield proxy
 
@@ -70,13 +63,16 @@ def launch(endpoint: str, count: int, *, spot: bool = True, kind: str = "c5.larg
     image = ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
     how = {"InstanceMarketOptions": {"MarketType": "spot"}} if spot else {}
     labels = [{"Key": k, "Value": v} for k, v in (tags or TAGS).items()]
-    started = ec2.run_instances(ImageId=image,
-                                MinCount=count,
-                                MaxCount=count,
-                                InstanceType=kind,
-                                TagSpecifications=[{"ResourceType": "instance", "Tags": labels}],
-                                **how)
+    started = ec2.run_instances(
+        ImageId=image, MinCount=count, MaxCount=count, InstanceType=kind,
+        TagSpecifications=[{"ResourceType": "instance", "Tags": labels}], **how)
     return [i["InstanceId"] for i in started["Instances"]]
+
+
+def run_once(*more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "elastic_trainer.discovery", "ec2", "--once", "--tag",
+               "Job=mine", *more]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_spot_instances_with_the_tags_are_the_hosts(moto: str, proxy: FaultyProxy) -> None:
@@ -84,8 +80,7 @@ def test_spot_instances_with_the_tags_are_the_hosts(moto: str, proxy: FaultyProx
     spot, on_demand = launch(moto, 2), launch(moto, 1, spot=False)
     gpus = launch(moto, 1, kind="g5.12xlarge")
     launch(moto, 1, tags={"Job": "another"})
-    stopped = launch(moto, 1)
-    client("ec2", moto).stop_instances(InstanceIds=stopped)
+    client("ec2", moto).stop_instances(InstanceIds=launch(moto, 1))
     found = {i.id: i for i in Ec2(TAGS, cpu_slots=3).instances()}
     assert found.keys() == {*spot, *on_demand, *gpus}
     assert [found[i].lifecycle for i in (spot[0], on_demand[0])] == ["spot", "on-demand"]
@@ -96,14 +91,11 @@ def test_spot_instances_with_the_tags_are_the_hosts(moto: str, proxy: FaultyProx
     assert len(once(Ec2(TAGS), Policy(lifecycle="any"))) == 4
 
 
-def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy,
-                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy) -> None:
     """A page that does not come makes the whole answer unknown."""
-    monkeypatch.setattr(ec2_module, "PAGE", 5)
     launch(moto, 13)
-    cloud = Ec2(TAGS)
-    assert len(cloud.instances()) == 13
-    assert cloud.calls >= 3
+    place = Ec2(TAGS, page=5)
+    assert len(place.instances()) == 13 and place.calls >= 3
     pages = 0
 
     def second_page_fails(method: str, path: str) -> str | None:
@@ -112,27 +104,22 @@ def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy,
         return "internal" if pages >= 2 else None
 
     proxy.on_request = second_page_fails
-    with pytest.raises(CloudUnavailable):
-        cloud.instances()
+    with pytest.raises(PlaceUnavailable):
+        place.instances()
 
 
-@pytest.mark.parametrize("kind", [
-    "internal", "slow_down", "request_limit", "throttling", "reset", "rubbish", "torn_xml",
-    "forbidden"
-])
+@pytest.mark.parametrize("kind", ["internal", "slow_down", "request_limit", "throttling", "reset",
+                                  "rubbish", "torn_xml", "forbidden"])
 def test_an_answer_that_is_none_is_unknown_and_never_empty(moto: str, proxy: FaultyProxy,
                                                            kind: str) -> None:
-    """The world's faults, throttling and lost permission: CloudUnavailable, and exit code 1 without
+    """The world's faults, throttling and lost permission: PlaceUnavailable, and exit code 1 without
     a line."""
     launch(moto, 1)
     proxy.fault(kind, times=10**6)
-    with pytest.raises(CloudUnavailable):
+    with pytest.raises(PlaceUnavailable):
         Ec2(TAGS).instances()
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery",
-                           "ec2", "--once", "--tag", "Job=mine"], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "EC2 did not answer" in done.stderr
+    done = run_once()
+    assert (done.returncode, done.stdout) == (1, "") and "EC2 did not answer" in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["slow_down", "request_limit", "throttling"])
@@ -140,8 +127,7 @@ def test_a_short_fault_is_tried_again(moto: str, proxy: FaultyProxy, kind: str) 
     """Throttled once, as EC2 or Auto Scaling say it: asked once more."""
     launch(moto, 1)
     fault = proxy.fault(kind, times=1)
-    assert len(Ec2(TAGS).instances()) == 1
-    assert fault.fired == 1
+    assert len(Ec2(TAGS).instances()) == 1 and fault.fired == 1
 
 
 def changed(pattern: str, text: str, times: int = 1) -> Callable[[bytes], bytes]:
@@ -171,9 +157,7 @@ def test_an_empty_list_is_an_answer(moto: str, proxy: FaultyProxy) -> None:
     client("ec2", moto).terminate_instances(InstanceIds=launch(moto, 1))
     client("ec2", moto).stop_instances(InstanceIds=launch(moto, 1))
     assert Ec2(TAGS).instances() == []
-    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery",
-                           "ec2", "--once", "--tag", "Job=mine"], cwd=ROOT,
-                          capture_output=True, text=True)
+    done = run_once()
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
@@ -181,10 +165,10 @@ def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: Faulty
     """As DescribeInstanceStatus reports it: by its checks, and by events that are near and not
     completed."""
     ids = launch(moto, 3)
-    cloud = Ec2(TAGS)
+    place = Ec2(TAGS)
 
     def out() -> dict[str, str]:
-        decision = decide(cloud.instances(), {}, History(), 0.0, Policy())
+        decision = decide(place.instances(), {}, History(), 0.0, Policy())
         return {i: why for i, why in decision.reasons.items() if why != "in"}
 
     assert out() == {}
@@ -193,8 +177,8 @@ def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: Faulty
                                   f"<{kind}><status>impaired</status></{kind}>")
         assert list(out().values()) == ["the cloud reports impaired"]
 
-    def event(in_s: float,
-              description: str = "The instance is running on degraded hardware") -> dict[str, str]:
+    def event(in_s: float, description: str = "The instance is running on degraded hardware"
+              ) -> dict[str, str]:
         at = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(time.time() + in_s))
         proxy.on_answer = changed(
             f"(?s)(<instanceId>{ids[1]}</instanceId>.*?)(<systemStatus>)",
@@ -202,10 +186,9 @@ def test_an_impaired_host_and_one_with_an_event_are_out(moto: str, proxy: Faulty
             rf"</description><notBefore>{at}</notBefore></item></eventsSet>\2")
         return out()
 
-    assert event(600) == {ids[1]: "scheduled: instance-retirement"}
-    assert event(-600) == {ids[1]: "scheduled: instance-retirement"}
+    assert event(600) == event(-600) == {ids[1]: "scheduled: instance-retirement"}
     assert event(7200) == {}
-    assert [round(in_s, -2) for i in cloud.instances() for _, in_s in i.events] == [7200]
+    assert [round(in_s, -2) for i in place.instances() for _, in_s in i.events] == [7200]
     assert event(600, "[Completed] The instance is running on degraded hardware") == {}
 
 
@@ -217,58 +200,45 @@ def test_only_hosts_in_service_of_the_group_work(moto: str, proxy: FaultyProxy) 
     ec2.create_launch_template(LaunchTemplateName="template",
                                LaunchTemplateData={"ImageId": image, "InstanceType": "c5.large"})
     scaling.create_auto_scaling_group(
-        AutoScalingGroupName="g",
-        MinSize=0,
-        MaxSize=5,
-        DesiredCapacity=3,
-        AvailabilityZones=["us-east-1a"],
-        LaunchTemplate={"LaunchTemplateName": "template"},
+        AutoScalingGroupName="g", MinSize=0, MaxSize=5, DesiredCapacity=3,
+        AvailabilityZones=["us-east-1a"], LaunchTemplate={"LaunchTemplateName": "template"},
         Tags=[{"Key": "Job", "Value": "mine", "PropagateAtLaunch": True}])
     stranger = launch(moto, 1)
-    cloud = Ec2(TAGS, "g")
-    found = {i.id: i for i in cloud.instances()}
+    place = Ec2(TAGS, "g")
+    found = {i.id: i for i in place.instances()}
     assert len(found) == 3 and stranger[0] not in found
     gone = next(iter(found))
-    scaling.enter_standby(AutoScalingGroupName="g",
-                          InstanceIds=[gone],
+    scaling.enter_standby(AutoScalingGroupName="g", InstanceIds=[gone],
                           ShouldDecrementDesiredCapacity=True)
-    after = {i.id: i.group_state for i in cloud.instances()}
+    after = {i.id: i.group_state for i in place.instances()}
     assert after.pop(gone) == "Standby" and set(after.values()) == {"InService"}
-    assert len(once(cloud, Policy(lifecycle="any"))) == 2
+    assert len(once(place, Policy(lifecycle="any"))) == 2
     proxy.on_answer = changed("(<LifecycleState>)InService", r"\1Terminating:Wait")
-    decision = decide(cloud.instances(), {}, History(), 0.0, Policy(lifecycle="any"))
+    decision = decide(place.instances(), {}, History(), 0.0, Policy(lifecycle="any"))
     assert sorted(decision.reasons.values()) == [
-        "in", "the group reports Standby", "the group reports Terminating:Wait"
-    ]
+        "in", "the group reports Standby", "the group reports Terminating:Wait"]
     proxy.on_answer = changed("", "", 0)
-    with pytest.raises(CloudUnavailable, match="--group"):
+    with pytest.raises(PlaceUnavailable, match="--group"):
         Ec2(TAGS, "nobody").instances()
 
 
-def test_an_answer_of_another_form_is_unknown(moto: str, proxy: FaultyProxy) -> None:
-    """Without what belongs to it, or with other values: CloudUnavailable, and nothing else that
+@pytest.mark.parametrize(("pattern", "text"), [
+    ("(?s)<launchTime>.*?</launchTime>", ""), ("(<launchTime>)[^<]*", r"\1soon"),
+    ("(?s)<instanceState>.*?</instanceState>", ""), ("(?s)<instanceId>.*?</instanceId>", "")])
+def test_an_answer_of_another_form_is_unknown(moto: str, proxy: FaultyProxy, pattern: str,
+                                              text: str) -> None:
+    """Without what belongs to it, or with other values: PlaceUnavailable, and nothing else that
     could end a poller."""
     launch(moto, 1)
-    cloud = Ec2(TAGS)
-    for pattern, text in (("(?s)<launchTime>.*?</launchTime>",
-                           ""), ("(<launchTime>)[^<]*",
-                                 r"\1soon"), ("(?s)<instanceState>.*?</instanceState>", ""),
-                          ("(?s)<instanceId>.*?</instanceId>", "")):
-        proxy.on_answer = changed(pattern, text, 100)
-        with pytest.raises(CloudUnavailable):
-            cloud.instances()
+    proxy.on_answer = changed(pattern, text, 100)
+    with pytest.raises(PlaceUnavailable):
+        Ec2(TAGS).instances()
 
 
 def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> None:
     """Good enough for plain horovodrun: lines of host:slots and nothing else."""
     launch(moto, 2)
-    done = subprocess.run([
-        sys.executable, "-m", "elastic_trainer.discovery", "ec2", "--once", "--tag", "Job=mine",
-        "--host-name", "private-ip", "--cpu-slots", "2"
-    ],
-                          cwd=ROOT,
-                          capture_output=True,
-                          text=True)
+    done = run_once("--host-name", "private-ip", "--cpu-slots", "2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2 and all(line.endswith(":2") and line.count(".") == 3 for line in lines)
@@ -278,54 +248,47 @@ def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path:
     """Instances come, one is terminated, the API fails, the poller is killed: the file follows, and
     stays while nothing is known; the next poller goes on; at SIGTERM it does not wait for an API
     that hangs."""
-    hosts, events = tmp_path / "hosts", tmp_path / "events.jsonl"
+    hosts, events, table = (tmp_path / name for name in ("hosts", "events.jsonl", "hosts.json"))
     ids = launch(moto, 3)
 
     def start() -> subprocess.Popen[bytes]:
-        return subprocess.Popen([
-            sys.executable, "-m", "elastic_trainer.discovery", "poll", "--hosts-file",
-            str(hosts), "--tag", "Job=mine", "--interval", "0.5", "--events",
-            str(events)
-        ],
-                                cwd=ROOT,
-                                env=os.environ)
+        return subprocess.Popen(
+            [sys.executable, "-m", "elastic_trainer.discovery", "poll", "--hosts-file", hosts,
+             "--tag", "Job=mine", "--interval", "0.5", "--events", events], cwd=ROOT,
+            env=os.environ)
 
     poller = start()
-    try:
-        def wait_for(count: int) -> None:
-            deadline = time.monotonic() + 60
-            while not hosts.exists() or len(hosts.read_text().splitlines()) != count:
-                assert time.monotonic() < deadline and poller.poll() is None
-                time.sleep(0.05)
 
-        wait_for(3)
-        client("ec2", moto).terminate_instances(InstanceIds=ids[:1])
-        wait_for(2)
-        fault = proxy.fault("internal", times=10**6)
+    def until(is_so: Callable[[], Any]) -> None:
         deadline = time.monotonic() + 60
-        while "discovery.cloud_unavailable" not in events.read_text():
-            assert time.monotonic() < deadline
+        while not is_so():
+            assert time.monotonic() < deadline and poller.poll() is None
             time.sleep(0.05)
+
+    def has(count: int) -> bool:
+        return hosts.exists() and len(hosts.read_text().splitlines()) == count
+
+    try:
+        until(lambda: has(3))
+        client("ec2", moto).terminate_instances(InstanceIds=ids[:1])
+        until(lambda: has(2))
+        fault = proxy.fault("internal", times=10**6)
+        until(lambda: "discovery.cloud_unavailable" in events.read_text())
         poller.kill()
         poller.wait()
-        (tmp_path / "hosts.json").unlink()
+        table.unlink()
         poller = start()
-        while not (tmp_path / "hosts.json").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        assert len(hosts.read_text().splitlines()) == 2 and fault.fired
+        until(table.exists)
+        assert has(2) and fault.fired
         proxy.clear()
         launch(moto, 1)
-        wait_for(3)
-        fault, deadline = proxy.fault("timeout", times=10**6), time.monotonic() + 60
-        while not fault.fired:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: has(3))
+        fault = proxy.fault("timeout", times=10**6)
+        until(lambda: fault.fired)
     finally:
         poller.send_signal(signal.SIGTERM)
         assert poller.wait(60) == 0
     logged = [json.loads(line) for line in events.read_text().splitlines()]
     (out,) = [e for e in logged if e["event"] == "discovery.host_out"]
     assert out["id"] == ids[0] and out["why"]
-    table = json.loads((tmp_path / "hosts.json").read_text())
-    assert sum(host["is_in"] for host in table["hosts"]) == 3
+    assert sum(host["is_in"] for host in json.loads(table.read_text())["hosts"]) == 3

@@ -30,7 +30,7 @@ from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, command_of, knock,
 from terraform import DEPLOY, no_secret_in, user_data
 
 import elastic_trainer.discovery.__main__
-from elastic_trainer.discovery.group import LOST_S
+from elastic_trainer.discovery.places.ec2_group import LOST_S
 from elastic_trainer.events.log import EVENTS_FILE
 
 Twin = Callable[..., str]

@@ -21,10 +21,10 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.discovery import __main__ as script
 from elastic_trainer.discovery.agent import AgentServer
 from elastic_trainer.discovery.client import AgentUnreachable, ask
-from elastic_trainer.discovery.ec2 import CloudUnavailable
 from elastic_trainer.discovery.health import Agent
-from elastic_trainer.discovery.hosts import Instance, Policy
+from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.memory import recall
+from elastic_trainer.discovery.place import Instance, PlaceUnavailable
 from elastic_trainer.discovery.poll import Poller
 
 KEY = b"k" * 32
@@ -43,8 +43,11 @@ class Cloud:
             raise self.answer
         return self.answer() if callable(self.answer) else self.answer
 
+    def supply(self) -> None:
+        """Return that it is unknown."""
 
-SILENT = CloudUnavailable("as planned")
+
+SILENT = PlaceUnavailable("as planned")
 
 
 class TimedAgent(Agent):
@@ -58,15 +61,19 @@ class TimedAgent(Agent):
         return super().health() | {"time": NOW + self.story.now}
 
 
+def numbers(lines: str) -> list[int]:
+    """Return which hosts of a story a list names."""
+    return [int(line.removeprefix("127.0.0.").partition(":")[0]) for line in lines.splitlines()]
+
+
 class Story:
     """A fleet on 127.0.0.1 … 127.0.0.N, each with a real agent, and a poller with a clock that the
     test moves."""
 
     def __init__(self, folder: Path, size: int, **how: Any):
         self.folder, self.hosts, self.diary = folder, folder / "hosts", folder / "events.jsonl"
-        self.fleet = [
-            Instance(f"i-{n}", f"127.0.0.{n}", launched=float(n)) for n in range(1, size + 1)
-        ]
+        self.fleet = [Instance(f"i-{n}", f"127.0.0.{n}", launched=float(n))
+                      for n in range(1, size + 1)]
         self.cloud, self.now, self.boot, self.jump_s = Cloud(list(self.fleet)), 100.0, 0.0, 0.0
         self.port, self.servers = free_port(), dict[int, AgentServer]()
         for number in range(1, size + 1):
@@ -105,10 +112,7 @@ class Story:
         return self.listed()
 
     def listed(self) -> list[int]:
-        return [
-            int(line.removeprefix("127.0.0.").partition(":")[0])
-            for line in self.hosts.read_text().splitlines()
-        ]
+        return numbers(self.hosts.read_text())
 
     def age_s(self) -> float:
         return NOW + self.now + self.jump_s - self.hosts.stat().st_mtime
@@ -138,7 +142,6 @@ def story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
 
 
 # --- its own end ----------------------------------------------------------------------------------
-
 
 def test_a_poller_that_is_restarted_while_the_cloud_is_silent_has_the_memory_of_the_last_one(
         story: Callable[..., Story]) -> None:
@@ -244,7 +247,6 @@ def test_a_memory_that_is_not_whole_is_distrusted(story: Callable[..., Story], k
 
 # --- what must not end it -------------------------------------------------------------------------
 
-
 def test_a_thousand_failures_are_no_more_than_one(story: Callable[..., Story]) -> None:
     """The pause between questions has an upper end, and so has its reckoning."""
     s = story(1)
@@ -333,8 +335,36 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
     assert s.poll() == [2]
 
 
-# --- its own faults -------------------------------------------------------------------------------
+def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
+        story: Callable[..., Story]) -> None:
+    """Who has vanished from one answer is asked still; the doubt stays until the cloud has answered
+    again. No host is logged as out before that."""
+    s, outs = story(2, policy=Policy(settle_s=0.0)), []
+    for number, (answer, listed) in enumerate((
+            (s.fleet, [1, 2]), ([], [1, 2]), (SILENT, [1, 2]), (SILENT, [1]), ([], []))):
+        s.cloud.answer = answer  # type: ignore[assignment]
+        assert s.poll(100.0) == listed, number
+        outs.append([e["id"] for e in s.logged("host_out")])
+        if number == 2:
+            s.agent(2).drain("terminate", None)
+    assert outs == [[], [], [], ["i-2"], ["i-2", "i-1"]]
 
+
+def test_a_host_that_flaps_in_the_clouds_list_is_logged_as_held_back(
+        story: Callable[..., Story]) -> None:
+    """Each arrival and departure is logged. From the third arrival on it stays off the list, and
+    that is logged with its reason."""
+    s = story(2, agent_port=None, policy=Policy(settle_s=0.0))
+    for state in ("running", "stopping", "running", "stopping", "running", "running"):
+        s.cloud.answer = [s.fleet[0], replace(s.fleet[1], state=state)]
+        s.poll(10.0)
+    logged = [e for e in s.logged("host_in", "host_out", "host_held_back") if e["id"] == "i-2"]
+    assert [e["event"].partition(".")[2] for e in logged] == [
+        "host_in", "host_out", "host_in", "host_out", "host_held_back"]
+    assert logged[-1]["why"] == "held back: it came 3 times in 600 s" and s.listed() == [1]
+
+
+# --- its own faults -------------------------------------------------------------------------------
 
 def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Story],
                                                         capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,11 +436,9 @@ def printed(s: Story, capfd: pytest.CaptureFixture[str]) -> list[int] | None:
     os.utime(seen, (at, at))
     capfd.readouterr()
     code = script.main(["hosts-file", str(seen), "120"])
-    lines = capfd.readouterr().out.splitlines()
+    lines = capfd.readouterr().out
     assert code == 0 or not lines
-    return None if code else [
-        int(line.removeprefix("127.0.0.").partition(":")[0]) for line in lines
-    ]
+    return None if code else numbers(lines)
 
 
 def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(
@@ -476,7 +504,6 @@ def test_a_list_is_not_new_and_empty_when_a_host_has_fallen_silent(
 
 
 # --- what it hears --------------------------------------------------------------------------------
-
 
 def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]) -> None:
     """It leaves while it is being stopped, and returns when the next agent reports ready, behind
@@ -588,7 +615,6 @@ def test_an_answer_has_an_end() -> None:
 
 
 # --- what it tells --------------------------------------------------------------------------------
-
 
 def test_an_answer_that_is_not_believed_is_logged(story: Callable[..., Story]) -> None:
     """Once, with how many it lacks; and no host is logged as gone for it, neither a host on the

@@ -33,7 +33,7 @@ if [[ ${1-} == gave-up ]]; then
         report "The coordinator has given up. It asks for no workers, and stops. $remedy"
         aws autoscaling set-desired-capacity --auto-scaling-group-name "$GROUP" \
             --desired-capacity 0 || true
-        # When it is started again, discovery/group.py asks for the workers again.
+        # When it is started again, discovery/places/ec2_group.py asks for the workers again.
         runuser -u trainer -- rm -f /var/lib/elastic-trainer/group.json || true
     else
         report "This worker has given up and is terminated."

@@ -34,8 +34,9 @@ from metadata_server import MetadataServer  # noqa: E402
 from ports import free_port  # noqa: E402
 from s3_servers import process  # noqa: E402
 
-from elastic_trainer.discovery.ec2 import Ec2  # noqa: E402
-from elastic_trainer.discovery.hosts import Instance, Policy  # noqa: E402
+from elastic_trainer.discovery.hosts import Policy  # noqa: E402
+from elastic_trainer.discovery.place import Instance  # noqa: E402
+from elastic_trainer.discovery.places.ec2 import Ec2  # noqa: E402
 from elastic_trainer.discovery.poll import Poller  # noqa: E402
 
 ROOT = HERE.parent.parent
@@ -129,6 +130,9 @@ def script_ms(folder: Path) -> float:
 
 class OneHost:
     """A cloud with this machine."""
+
+    def supply(self) -> None:
+        """Return that it is unknown."""
 
     def instances(self) -> list[Instance]:
         return [Instance("i-1", "127.0.0.1")]

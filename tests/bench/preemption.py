@@ -32,7 +32,8 @@ from metadata_server import MetadataServer  # noqa: E402
 from ports import free_port  # noqa: E402
 from s3_servers import process  # noqa: E402
 
-from elastic_trainer.discovery.hosts import Instance, Policy  # noqa: E402
+from elastic_trainer.discovery.hosts import Policy  # noqa: E402
+from elastic_trainer.discovery.place import Instance  # noqa: E402
 from elastic_trainer.discovery.poll import Poller  # noqa: E402
 from elastic_trainer.views.verify import verify  # noqa: E402
 
@@ -65,6 +66,9 @@ class Machines:
                         folder / f"agent-{name}.log",
                         PYTHONPATH=str(ROOT)))
         self.gone: set[str] = set()
+
+    def supply(self) -> None:
+        """Return that it is unknown."""
 
     def instances(self) -> list[Instance]:
         """Return what a cloud would."""

@@ -120,7 +120,7 @@ data "aws_iam_policy_document" "coordinator" {
     data.aws_iam_policy_document.checkpoints.json, data.aws_iam_policy_document.secrets.json,
   ]
 
-  # discovery/ec2.py. AWS cannot limit any of these to some resources.
+  # discovery/places/ec2.py. AWS cannot limit any of these to some resources.
   statement {
     actions = [
       "ec2:DescribeInstances", "ec2:DescribeInstanceStatus", "ec2:DescribeInstanceTypes",
@@ -130,7 +130,7 @@ data "aws_iam_policy_document" "coordinator" {
     resources = ["*"]
   }
 
-  # discovery/group.py, and deploy/hosts/ended.sh: the workers go when the run has ended.
+  # discovery/places/ec2_group.py, and deploy/hosts/ended.sh: the workers go when the run has ended.
   statement {
     actions = ["autoscaling:SetDesiredCapacity", "autoscaling:PutScheduledUpdateGroupAction"]
     resources = [join("", [

@@ -17,9 +17,16 @@ from typing import Any
 import pytest
 from cloud import AWS
 
-from elastic_trainer.discovery.ec2 import CloudUnavailable
-from elastic_trainer.discovery.group import LOST_S, USELESS_CALLS, Past, decide, keep, working
-from elastic_trainer.discovery.hosts import Group
+from elastic_trainer.discovery.place import PlaceUnavailable
+from elastic_trainer.discovery.places.ec2_group import (
+    LOST_S,
+    USELESS_CALLS,
+    Group,
+    Past,
+    decide,
+    keep,
+    working,
+)
 
 
 class Substitute:
@@ -45,7 +52,7 @@ class Substitute:
 
     def _ask(self, what: str, value: float) -> None:
         if what in self.fails:
-            raise CloudUnavailable(what)
+            raise PlaceUnavailable(what)
         self.asked.append((what, value))
 
     def go_off(self) -> None:
@@ -88,7 +95,7 @@ def test_nothing_is_asked_for_when_the_emptying_cannot_be_ordered(here: Path) ->
     """No machine without a bound; the next call asks again."""
     group = Substitute()
     group.fails = {"empty_in"}
-    with pytest.raises(CloudUnavailable):
+    with pytest.raises(PlaceUnavailable):
         call(group, here)
     assert group.size == 0
     group.fails = set()
@@ -102,7 +109,7 @@ def test_the_wish_is_obeyed_in_the_end_when_asking_for_it_fails(here: Path) -> N
     call(group, here)
     group.go_off()
     group.fails = {"resize"}
-    with pytest.raises(CloudUnavailable):
+    with pytest.raises(PlaceUnavailable):
         call(group, here)
     group.fails = set()
     assert call(group, here)[-1] == ("resize", 8)

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic_trainer.discovery.files import append_event, replace_whole
-from elastic_trainer.discovery.hosts import Group
 
 LOST_S = 1800.0
 """The time without a call after which AWS empties the group. A reboot of the coordinator takes
@@ -39,6 +38,18 @@ USELESS_REMEDY = (
     "Correct the cause, then apply another number of workers, or set the group's desired capacity")
 FRESH_S = 60.0
 """The poller writes its table every second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The group as AWS has it."""
+
+    wish: int
+    """The tag Workers."""
+    size: int
+    """Its desired capacity."""
+    is_armed: bool
+    """The order to empty it exists, and its time has not come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +107,7 @@ def _why(group: Group, past: Past) -> str:
 
 
 def keep(group: ScalingGroup, hosts_file: Path, events_file: Path | None = None) -> None:
-    """Decide and act once. Raises CloudUnavailable; the next call repeats a failed order."""
+    """Decide and act once. Raises PlaceUnavailable; the next call repeats a failed order."""
     memory = hosts_file.with_name("group.json")
     now = group.read()
     order = decide(now, _recall(memory), working(hosts_file.with_name(hosts_file.name + ".json")))

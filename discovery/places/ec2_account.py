@@ -4,7 +4,7 @@
 
 Exit code 0: all checks passed; 1: a check has failed; 2: stdin has no wish.
 
-EC2, S3, Service Quotas, STS → here → checks (the decision) → a line for each, on stdout
+EC2, S3, Service Quotas, STS → here → ec2_checks (the decision) → a line for each, on stdout
 
 ec2.py has the calls that the coordinator's role may make. These calls are made by a person.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from datetime import datetime
 from functools import partial
@@ -24,18 +24,30 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from elastic_trainer.discovery import checks
-from elastic_trainer.discovery.checks import Finding, Image, Kind, Running, Unanswered, Wish
+from elastic_trainer.discovery.places import ec2_checks as checks
+from elastic_trainer.discovery.places.ec2_checks import (
+    Finding,
+    Image,
+    Kind,
+    Running,
+    Unanswered,
+    Wish,
+)
 from elastic_trainer.wire.plain import plain
 
-CONFIG = Config(
-    retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=5, read_timeout=20
-)
+CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=5,
+                read_timeout=20)
 HOME = {"aws": "us-east-1", "aws-cn": "cn-north-1", "aws-us-gov": "us-gov-west-1"}
 """By partition: a region that every account may use."""
 IMAGES = "al2023-ami-2023.*-kernel-6.1-x86_64"
 """As in terraform/fleet/coordinator.tf."""
 Answer = TypeVar("Answer")
+
+
+def filters(**wanted: Iterable[str]) -> list[dict[str, Any]]:
+    """Return filters of EC2's API."""
+    return [{"Name": name.replace("_", "-"), "Values": [*values]}
+            for name, values in wanted.items()]
 
 
 class Account:
@@ -57,55 +69,39 @@ class Account:
     def zones(self) -> list[str]:
         """Return the zones that are open to every account."""
         answer = self._client("ec2").describe_availability_zones(
-            Filters=[
-                {"Name": "state", "Values": ["available"]},
-                {"Name": "opt-in-status", "Values": ["opt-in-not-required"]},
-            ]
-        )
+            Filters=filters(state=["available"], opt_in_status=["opt-in-not-required"]))
         return sorted(zone["ZoneName"] for zone in answer["AvailabilityZones"])
 
     def offers(self) -> dict[str, set[str]]:
         """Return which of the types each zone has."""
         found: dict[str, set[str]] = {}
-        wanted = sorted({*self.wish.instance_types, self.wish.coordinator_type})
-        for page in self._pages(
-            "describe_instance_type_offerings",
-            LocationType="availability-zone",
-            Filters=[{"Name": "instance-type", "Values": wanted}],
-        ):
-            for offer in page["InstanceTypeOfferings"]:
-                found.setdefault(offer["Location"], set()).add(offer["InstanceType"])
+        for offer in self._all("describe_instance_type_offerings", "InstanceTypeOfferings",
+                               LocationType="availability-zone",
+                               Filters=filters(instance_type=sorted(self.wish.types))):
+            found.setdefault(offer["Location"], set()).add(offer["InstanceType"])
         return found
 
     def kinds(self, types: Iterable[str]) -> dict[str, Kind]:
         """Return the facts of the types that AWS knows."""
-        wanted, found = sorted(set(types)), dict[str, Kind]()
-        for start in range(0, len(wanted), 100):
-            of_them = [{"Name": "instance-type", "Values": wanted[start : start + 100]}]
-            for page in self._pages("describe_instance_types", Filters=of_them):
-                found |= {
-                    entry["InstanceType"]: Kind(
-                        vcpus=int(entry["VCpuInfo"]["DefaultVCpus"]),
-                        is_spot="spot" in entry["SupportedUsageClasses"],
-                        architectures=tuple(entry["ProcessorInfo"]["SupportedArchitectures"]),
-                    )
-                    for entry in page["InstanceTypes"]
-                }
-        return found
+        wanted = sorted(set(types))
+        return {
+            entry["InstanceType"]: Kind(
+                vcpus=int(entry["VCpuInfo"]["DefaultVCpus"]),
+                is_spot="spot" in entry["SupportedUsageClasses"],
+                architectures=tuple(entry["ProcessorInfo"]["SupportedArchitectures"]))
+            for start in range(0, len(wanted), 100)
+            for entry in self._all("describe_instance_types", "InstanceTypes",
+                                   Filters=filters(instance_type=wanted[start:start + 100]))}
 
     def running(self) -> list[Running]:
         """Return the machines that count against quotas."""
-        states = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
+        states = filters(instance_state_name=["pending", "running"])
         return [
-            Running(
-                type=one["InstanceType"],
-                is_spot=one.get("InstanceLifecycle") == "spot",
-                fleet={tag["Key"]: tag["Value"] for tag in one.get("Tags", [])}.get("Fleet", ""),
-            )
-            for page in self._pages("describe_instances", Filters=states)
-            for reservation in page["Reservations"]
-            for one in reservation["Instances"]
-        ]
+            Running(type=one["InstanceType"], is_spot=one.get("InstanceLifecycle") == "spot",
+                    fleet={tag["Key"]: tag["Value"] for tag in one.get("Tags", [])}.get("Fleet", "")
+                    )
+            for reservation in self._all("describe_instances", "Reservations", Filters=states)
+            for one in reservation["Instances"]]
 
     def limit(self, code: str) -> float:
         """Return a quota of EC2's; AWS's default where the account has no value of its own."""
@@ -118,43 +114,34 @@ class Account:
 
     def image(self) -> Image | None:
         """Return the image that terraform takes (coordinator.tf)."""
-        ec2 = self._client("ec2")
-        if self.wish.image_id:
-            answer = ec2.describe_images(ImageIds=[self.wish.image_id])
-        else:
-            answer = ec2.describe_images(
-                Owners=["amazon"], Filters=[{"Name": "name", "Values": [IMAGES]}]
-            )
-        if not answer["Images"]:
+        wanted = ({"ImageIds": [self.wish.image_id]} if self.wish.image_id else
+                  {"Owners": ["amazon"], "Filters": filters(name=[IMAGES])})
+        found = self._client("ec2").describe_images(**wanted)["Images"]
+        if not found:
             return None
-        newest = max(answer["Images"], key=lambda image: str(image.get("CreationDate", "")))
-        disks = {
-            disk.get("DeviceName"): disk.get("Ebs", {})
-            for disk in newest.get("BlockDeviceMappings", [])
-        }
+        newest = max(found, key=lambda image: str(image.get("CreationDate", "")))
+        disks = {disk.get("DeviceName"): disk.get("Ebs", {})
+                 for disk in newest.get("BlockDeviceMappings", [])}
         return Image(
-            id=newest["ImageId"],
-            architecture=newest["Architecture"],
-            state=newest["State"],
-            snapshot_gb=int(disks.get(newest.get("RootDeviceName"), {}).get("VolumeSize", 0)),
-        )
+            id=newest["ImageId"], architecture=newest["Architecture"], state=newest["State"],
+            snapshot_gb=int(disks.get(newest.get("RootDeviceName"), {}).get("VolumeSize", 0)))
 
     def bucket(self) -> str:
         """Return the region in which the bucket is."""
         answer = self._client("s3").head_bucket(Bucket=self.wish.bucket)
-        return str(
-            answer["ResponseMetadata"]["HTTPHeaders"].get("x-amz-bucket-region", self.wish.region)
-        )
+        headers: Mapping[str, str] = answer["ResponseMetadata"]["HTTPHeaders"]
+        return headers.get("x-amz-bucket-region", self.wish.region)
 
     def code(self) -> tuple[datetime, int]:
         """Return when the run's code was pushed, and its bytes."""
-        answer = self._client("s3").head_object(
-            Bucket=self.wish.bucket, Key=f"{self.wish.name}/code.tar.gz"
-        )
+        answer = self._client("s3").head_object(Bucket=self.wish.bucket,
+                                                Key=f"{self.wish.name}/code.tar.gz")
         return answer["LastModified"], int(answer["ContentLength"])
 
-    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        yield from self._client("ec2").get_paginator(operation).paginate(**arguments)
+    def _all(self, operation: str, name: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        """Yield what all pages of an answer have under a name."""
+        for page in self._client("ec2").get_paginator(operation).paginate(**arguments):
+            yield from page[name]
 
 
 def ask(action: str, question: Callable[[], Answer]) -> Answer | Unanswered:
@@ -163,21 +150,17 @@ def ask(action: str, question: Callable[[], Answer]) -> Answer | Unanswered:
         return question()
     except ClientError as error:
         answer = error.response["Error"]
-        return Unanswered(
-            action=action, code=str(answer["Code"]),
-            says=plain(answer.get("Message") or answer["Code"]),
-        )
+        return Unanswered(action=action, code=str(answer["Code"]),
+                          says=plain(answer.get("Message") or answer["Code"]))
     except (BotoCoreError, ResponseParserError, LookupError, TypeError, ValueError) as error:
         return Unanswered(action=action, code=type(error).__name__, says=plain(error))
 
 
 def findings(wish: Wish, account: Account | None = None) -> Iterator[Finding]:
     """Yield each check's result; without credentials or a region no more is asked."""
-    made: Account | Unanswered | None = account
-    if made is None:
-        made = ask("sts:GetCallerIdentity", lambda: Account(wish))
+    made = ask("sts:GetCallerIdentity", lambda: account or Account(wish))
     identity = made if isinstance(made, Unanswered) else ask("sts:GetCallerIdentity", made.identity)
-    yield checks.credentials(identity)
+    yield checks.credentials(wish, identity)
     if isinstance(made, Unanswered) or isinstance(identity, Unanswered):
         return
     open_zones = ask("ec2:DescribeAvailabilityZones", made.zones)
@@ -189,20 +172,14 @@ def findings(wish: Wish, account: Account | None = None) -> Iterator[Finding]:
     yield from checks.zones(wish, open_zones, ask("ec2:DescribeInstanceTypeOfferings", made.offers))
     running = ask("ec2:DescribeInstances", made.running)
     others = [] if isinstance(running, Unanswered) else [one.type for one in running]
-    known = ask(
-        "ec2:DescribeInstanceTypes",
-        lambda: made.kinds([*wish.instance_types, wish.coordinator_type, *others]),
-    )
+    known = ask("ec2:DescribeInstanceTypes", lambda: made.kinds([*wish.types, *others]))
     types = checks.kinds(wish, known)
     yield types
-    yield checks.image(
-        wish, ask("ec2:DescribeImages", made.image), {} if isinstance(known, Unanswered) else known
-    )
+    yield checks.image(wish, ask("ec2:DescribeImages", made.image),
+                       {} if isinstance(known, Unanswered) else known)
     if types.is_well and not isinstance(known, Unanswered):
-        limits = {
-            quota.code: ask("servicequotas:GetServiceQuota", partial(made.limit, quota.code))
-            for quota in checks.quotas_needed(wish)
-        }
+        limits = {quota.code: ask("servicequotas:GetServiceQuota", partial(made.limit, quota.code))
+                  for quota in checks.quotas_needed(wish)}
         yield from checks.quotas(wish, known, limits, running)
 
 
@@ -212,21 +189,22 @@ def run() -> int:
         given = json.load(sys.stdin)
         wish = Wish(**{field.name: given[field.name] for field in fields(Wish)})
     except (ValueError, LookupError, TypeError) as error:
-        print(
-            f"check: stdin has no wish: {error!r}. Run deploy/check.sh NAME.tfvars.",
-            file=sys.stderr,
-        )
+        print(f"check: stdin has no wish: {error!r}. Run deploy/check.sh NAME.tfvars.",
+              file=sys.stderr)
         return 2
+    return show(findings(wish))
+
+
+def show(found: Iterable[Finding]) -> int:
+    """Print findings as they come; returns the exit code."""
     failed = 0
-    for finding in findings(wish):
+    for finding in found:
         failed += not finding.is_well
         status = "ok    " if finding.is_well else "FAILED"
         print(f"{status}  {finding.what}: {plain(finding.fact)}", flush=True)
         if finding.remedy:
             print(f"        {plain(finding.remedy)}", flush=True)
     if failed:
-        print(
-            f"{failed} {'check has' if failed == 1 else 'checks have'} failed, so machines of an "
-            f"apply could not train. Correct what is listed above, and run this again."
-        )
+        print(f"{failed} {'check has' if failed == 1 else 'checks have'} failed, so machines of an "
+              f"apply could not train. Correct what is listed above, and run this again.")
     return 1 if failed else 0
