@@ -6,7 +6,7 @@
 # -var-file=FILE`. Exit code 0: apply; 1: do not apply yet; 2: wrong arguments. It asks AWS and
 # changes nothing.
 #
-# FILE, terraform/fleet/variables.tf (for the defaults) → here → discovery/places/ec2_account.py, ec2_checks.py
+# FILE, terraform/fleet/variables.tf (for the defaults) → here → discovery/places/ec2_*.py
 #
 # Environment: PYTHON is a Python 3.10 or newer with boto3 (.venv's, or python3).
 set -euo pipefail

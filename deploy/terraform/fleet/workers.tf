@@ -77,7 +77,7 @@ resource "aws_launch_template" "worker" {
 resource "aws_autoscaling_group" "workers" {
   name                      = local.group
   vpc_zone_identifier       = [for zone in local.zones : aws_subnet.zone[zone].id]
-  min_size                  = 0 # the coordinator raises it to the tag Workers: discovery/places/ec2_group.py
+  min_size                  = 0 # the coordinator raises it to the tag Workers: ec2_group.py
   max_size                  = var.max_workers
   capacity_rebalance        = var.capacity_rebalance
   health_check_type         = "EC2"
