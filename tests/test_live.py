@@ -22,10 +22,10 @@ from test_web import impatient
 from elastic_trainer.events.accounts import Life
 from elastic_trainer.events.history import History, UntilFinished, history_of
 from elastic_trainer.events.summary import figures_of, result_of, summarize, summarize_log
+from elastic_trainer.views.drawing import duration
 from elastic_trainer.views.live import Live
 from elastic_trainer.views.metrics import METRICS
 from elastic_trainer.views.prices import Price, Prices, costs
-from elastic_trainer.views.svg import duration
 
 Event = dict[str, Any]
 __all__ = ["impatient"]

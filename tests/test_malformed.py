@@ -40,7 +40,7 @@ from elastic_trainer.events.schema import MAX_LINE_BYTES, MAX_NAME, flaw, flaw_o
 from elastic_trainer.events.segments import LONGEST_LINE_BYTES, Reader
 from elastic_trainer.events.summary import summarize, summarize_log, write_result
 from elastic_trainer.schedule.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
-from elastic_trainer.views.picture import draw
+from elastic_trainer.views.page import page, read
 from elastic_trainer.views.status import Status, fold
 from elastic_trainer.views.summary_table import print_summary
 from elastic_trainer.views.timeline import Timeline
@@ -182,17 +182,17 @@ def harmed(draw: st.DrawFn) -> list[str]:
 @settings(max_examples=150, deadline=None)
 @given(harmed())
 def test_no_reader_fails_whatever_the_log_holds(lines: list[str]) -> None:
-    """Supervisor, report, watch, picture and verify: values of any type and size, in any field."""
+    """Supervisor, report, watch, page and verify: values of any type and size, in any field."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder)
         (run_dir / "events.jsonl").write_text("\n".join(lines) + "\n")
         Follower(run_dir).read()
-        timeline, status, events = Timeline(), Status(), read_events(run_dir)
-        for event in timeline.through(events):
+        status, events = Status(), read_events(run_dir)
+        for event in events:
             status = fold(status, event)
-        draw(timeline)
+        assert page([read(run_dir)])
         console = Console(file=io.StringIO(), width=100)
         console.print(panel(status))
         plain_line(status)

@@ -43,7 +43,7 @@ class Tree(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.texts.append(data)
+        self.texts.append(data.strip())
 
 
 def page_of(tmp_path: Path, events: list[dict[str, Any]]) -> str:
@@ -60,15 +60,11 @@ def test_a_page_shows_each_part_of_a_run_and_needs_nothing_else(tmp_path: Path) 
     tree = Tree(text)
     assert not {"script", "link", "img", "iframe"} & {*tree.tags}
     assert {*re.findall(r"https?://[^\"<\s]*", text)} <= {"http://www.w3.org/2000/svg"}
-    assert {*re.findall(r"url\(([^)]*)\)", text)} == {
-        *(f"#fill-{name}" for name in
-          ("redoing", "regrouping", "booting", "restarting", "waiting", "stopped")),
-        *(f"#part-{part}" for part in PAUSE_PARTS),
-        *(f"#band-{phase}" for phase in ("pausing", "restarting", "booting"))}
-    legend = text.partition("<h2>Recoveries</h2>")[2]
-    assert re.findall(r'part (\w+)" width="14"', legend) == [*PAUSE_PARTS]
     identities = re.findall(r'id="([^"]*)"', text)
-    assert len(identities) == len({*identities}) == 14
+    assert len(identities) == len({*identities})
+    assert {*re.findall(r"url\(#([^)]*)\)", text)} == {*identities}
+    legend = text.partition("<h2>Recoveries</h2>")[2]
+    assert re.findall(r'fill (\w+)" width="14"', legend) == [*PAUSE_PARTS]
     for title in ("Samples a second, and what happened", "Loss", "Hosts", "Recoveries",
                   "Where the time of the hosts went", "Checkpoints", "Events", "Configuration"):
         assert title in tree.texts
@@ -151,7 +147,7 @@ def test_a_page_shows_losses_of_any_size(tmp_path: Path, losses: list[float]) ->
     text = page_of(tmp_path, story)
     chart = text.partition("The loss over the steps</title>")[2].partition("</svg>")[0]
     assert 1 <= chart.count('class="grid"') <= 6
-    points = " ".join(re.findall(r'points="([^"]*)"', chart)).replace(",", " ").split()
+    points = re.findall(r"[\d.]+", " ".join(re.findall(r' d="([^"]*)"', chart)))
     assert len(points) >= 8 and all(0 <= float(point) <= 880 for point in points)
     assert all(0 <= float(y) <= 220 for y in re.findall(r'y1="([^"]*)"', chart))
 

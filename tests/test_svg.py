@@ -15,8 +15,8 @@ from elastic_trainer.events.event_kind import PAUSE_PARTS, Phase
 from elastic_trainer.events.history import history_of
 from elastic_trainer.events.summary import result_of
 from elastic_trainer.renamed import present
-from elastic_trainer.views import svg
-from elastic_trainer.views.bands import LEAST_PX, bands, slices
+from elastic_trainer.views.drawing import FILLS, LEFT, PALE, RIGHT, WIDTH, duration, ticks
+from elastic_trainer.views.run_picture import LEAST_PX, axis_of, bands, file_of, slices
 from elastic_trainer.views.story import recovery_of
 from elastic_trainer.views.timeline import Timeline
 
@@ -31,7 +31,7 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 def drawn(events: list[dict[str, Any]]) -> tuple[str, Element]:
     timeline = Timeline()
     history = history_of(timeline.through(events))
-    text = svg.draw(timeline, history.books.periods, result_of(history))
+    text = file_of(timeline, history.books.periods, result_of(history))
     return text, fromstring(text)
 
 
@@ -67,8 +67,8 @@ def test_the_picture_needs_nothing_but_itself_and_is_drawn_again_the_same() -> N
     assert not any(it.tag.endswith(("}script", "}image", "}use")) for it in root.iter())
     assert "prefers-color-scheme: dark" in text
     assert {*re.findall(r"url\((.*?)\)", text)} == {
-        *(f"#part-{part}" for part in PAUSE_PARTS),
-        *(f"#band-{phase}" for phase in ("pausing", "restarting", "booting"))}
+        *(f"#fill-{name}" for name, lines in FILLS.items() if lines),
+        *(f"#band-{phase}" for phase in PALE)}
     assert len(texts(root)) > 15 and len(text) < 64_000
     assert root.get("role") == "img" and root[0].tag.endswith("}title")
 
@@ -80,9 +80,9 @@ def test_everything_is_drawn_within_the_picture() -> None:
     for root in (drawn(events)[1], drawn(events_of(RECORDED))[1]):
         for it in root.iter():
             for name in ("x", "x1", "x2"):
-                assert svg.LEFT - 40 <= float(it.get(name, svg.LEFT)) <= svg.RIGHT
+                assert LEFT - 40 <= float(it.get(name, LEFT)) <= RIGHT
             left, width = float(it.get("x", 0)), it.get("width", "0")
-            assert width == "100%" or left + float(width) <= svg.WIDTH
+            assert width == "100%" or left + float(width) <= WIDTH
 
 
 def step(time: float, **more: Any) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def test_the_time_in_which_a_person_had_stopped_the_run_is_cut_out() -> None:
               {"event": "run.started", "time": night}, generation(night + 1.0, 2, 12),
               *(step(night + at, step=10 + at) for at in range(2, 12))]
     _, root = drawn(events)
-    (line,) = of_kind(root, "stopped")
+    (line,) = of_kind(root, "stopped-at")
     assert line[0].text == "stopped for 13.9 h"
     assert any(text == "20 s" for text in texts(root)) and not any(
         "h" in text for text in texts(root) if re.fullmatch(r"\d+ \w+", text))
@@ -131,9 +131,9 @@ def test_a_pause_is_divided_by_its_parts() -> None:
 
     root = picture(**parts)
     group = next(it for it in root if it.get("class") == "bands")
-    found = of_kind(group, "slice")
+    found = of_kind(group, "fill")
     assert [it.get("class") for it in found] == [
-        f"slice {part}" for part in ("noticing", "forming", "transfer", "redoing")]
+        f"fill {part}" for part in ("noticing", "forming", "transfer", "redoing")]
     assert found[2][0].text == "transfer for 8 s"
     widths = [float(it.get("width", 0)) for it in found]
     assert [width / widths[3] for width in widths] == pytest.approx([4, 2, 8, 1], rel=0.03)
@@ -156,15 +156,15 @@ def test_many_pauses_have_a_bounded_number_of_bands_and_none_is_lost() -> None:
         periods += [(Phase.TRAINING, at * 10.0, at * 10 + 7.0),
                     (Phase.PAUSING, at * 10 + 7.0, at * 10 + 10.0)]
         recoveries.append(recovery_of(paused(at * 10 + 10.0, noticing=1.0, redoing=2.0)))
-    axis = svg.axis_of((0.0, 1e5), periods)
+    axis = axis_of((0.0, 1e5), periods)
     found = bands(periods, recoveries, axis.x)
-    assert len(found) <= (svg.RIGHT - svg.LEFT) / LEAST_PX + 1
+    assert len(found) <= (RIGHT - LEFT) / LEAST_PX + 1
     assert all(a.right <= b.left for a, b in zip(found, found[1:], strict=False))
     assert sum(it.number for it in found) == 10_000 and not [*slices(recoveries, axis.x)]
     assert sum(it.seconds for it in found) == pytest.approx(30_000)
     assert sum(it.parts["redoing"] for it in found) == pytest.approx(20_000)
     assert re.fullmatch(r"\d+ times pausing, in all .*: noticing .*, redoing .*",
-                        found[9].in_words(svg.duration))
+                        found[9].in_words())
 
 
 def losses(*times: float, reason: str = "crashed", exit_code: int = -9) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ def test_a_lost_worker_s_mark_has_a_label_where_there_is_room(
 
 def test_the_axis_is_its_own_inverse() -> None:
     """Seconds on the axis, and the time that they stand for; what was cut out has one place."""
-    axis = svg.axis_of((10.0, 100.0), [(Phase.TRAINING, 5.0, 20.0), (Phase.STOPPED, 20.0, 60.0),
+    axis = axis_of((10.0, 100.0), [(Phase.TRAINING, 5.0, 20.0), (Phase.STOPPED, 20.0, 60.0),
                                        (Phase.TRAINING, 60.0, 100.0)])
     assert axis.start == 5.0 and axis.length_s == 55.0
     for time in (5.0, 12.0, 61.0, 99.0):
@@ -200,15 +200,19 @@ def test_the_axis_is_its_own_inverse() -> None:
     assert axis.x(20.0) == axis.x(40.0) == axis.x(60.0)
 
 
+def labels_of(length_s: float) -> list[str]:
+    return [label for _, label in axis_of((0.0, length_s), ()).ticks()]
+
+
 def test_the_numbers_on_the_axes_are_round() -> None:
     """1, 2 or 5 times a power of ten; all of one axis in one unit."""
-    assert svg.ticks(149.0, 4) == [0, 50, 100] and svg.ticks(
-        0.7, 4) == [0, 0.2, 0.4, pytest.approx(0.6)]
-    assert [label for _, label in svg.time_ticks(40.0)][:3] == ["0 s", "5 s", "10 s"]
-    assert [label for _, label in svg.time_ticks(7200.0)][-1] == "120 min"
-    assert [label for _, label in svg.time_ticks(600.0)][:2] == ["0 min", "2 min"]
-    assert svg.duration(0.4) == "0.4 s" and svg.duration(5 * 86_400) == "5 d"
-    assert svg.duration(146.2) == "146 s" and svg.duration(14_500) == "4.03 h"
+    assert ticks(0.0, 149.0, 4) == [0, 50, 100] and ticks(
+        0.0, 0.7, 4) == [0, 0.2, 0.4, pytest.approx(0.6)]
+    assert labels_of(40.0)[:3] == ["0 s", "5 s", "10 s"]
+    assert labels_of(7200.0)[-1] == "120 min"
+    assert labels_of(600.0)[:2] == ["0 min", "2 min"]
+    assert duration(0.4) == "0.4 s" and duration(5 * 86_400) == "5 d"
+    assert duration(146.2) == "146 s" and duration(14_500) == "4.03 h"
 
 
 def test_a_hostile_name_stays_text() -> None:

@@ -401,14 +401,14 @@ def test_a_page_can_be_read_without_colours(tmp_path: Path, browser: Any, scheme
         for legend, number in kinds.items():
             looks = looks_of(shown, legend)
             assert len(looks) == number and least_difference(looks) > 8, (legend, [*looks])
-        lanes = classes_of(shown, "#hosts .lane")
+        lanes = classes_of(shown, "#hosts .chart .fill")
         assert len(lanes) > 4 and lanes <= {*looks_of(shown, "#hosts .legend rect")}
         shapes = {it.get_attribute("class"): it.get_attribute("d")
                   for it in shown.locator("#picture .legend .mark").all()}
         assert len(shapes) > 3 and len({*shapes.values()}) == len(shapes)
         assert classes_of(shown, "#picture .mark") == {*shapes}
         assert shown.locator("#fleet th:text-is('state')").count() == 1
-        shown.add_style_tag(content=".hatch, .ridge, .grain { display: none; }")
+        shown.add_style_tag(content=".hatch, .grain { display: none; }")
         assert any(least_difference(looks_of(shown, legend)) < 8 for legend in kinds)
 
 
@@ -458,7 +458,7 @@ def test_a_browser_shows_the_mark_of_a_worker_that_is_killed_while_it_looks(
                                     timeout=60_000)
             shown.wait_for_selector("#events td:has-text('was killed (SIGKILL)')")
             shown.wait_for_selector("#fleet th:has-text('heartbeat')")
-            shown.wait_for_selector("#picture .slice.redoing", state="attached", timeout=60_000)
+            shown.wait_for_selector("#picture .fill.redoing", state="attached", timeout=60_000)
             assert shown.evaluate("document.documentElement.scrollWidth") <= width
             paper, ink = (lightness(shown.evaluate(f"getComputedStyle(document.body).{name}"))
                           for name in ("backgroundColor", "color"))

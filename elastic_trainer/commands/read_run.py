@@ -194,14 +194,17 @@ def report(run_dirs: list[Path], options: argparse.Namespace) -> int:
 
 def show_results(run_dirs: list[Path], options: argparse.Namespace, prices: Pricing | None) -> None:
     """Print the summaries of runs for a program, in Markdown, or side by side."""
-    from elastic_trainer.events.summary import summarize_log
-    from elastic_trainer.views import comparison
+    from elastic_trainer.events.summary import json_of, summarize_log
+    from elastic_trainer.views.summary_table import side_by_side
+    from elastic_trainer.views.tables import markdown, print_table
 
     results = [_with_costs(summarize_log(folder), prices) for folder in run_dirs]
-    if options.json or options.markdown:
-        print(comparison.as_json(results) if options.json else comparison.markdown(results))
+    if options.json:
+        print(json_of(results[0] if len(results) == 1 else results))
+    elif options.markdown:
+        print(markdown(side_by_side(results)))
     else:
-        comparison.print_side_by_side(results)
+        print_table(side_by_side(results))
 
 
 def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Pricing | None) -> None:
@@ -220,7 +223,6 @@ def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Pricin
 def show_report(run_dir: Path, options: argparse.Namespace, prices: Pricing | None) -> None:
     """Print the summary of a run, unless another form is asked for, and write its files."""
     from elastic_trainer.events.summary import read_log
-    from elastic_trainer.views.picture import blocks_for, draw
     from elastic_trainer.views.summary_table import print_summary
     from elastic_trainer.views.timeline import Timeline
     from elastic_trainer.views.tracks import Tracks, write_trace
@@ -233,7 +235,6 @@ def show_report(run_dir: Path, options: argparse.Namespace, prices: Pricing | No
         tracks.through(events) if tracks else events))
     if is_shown:
         print_summary(_with_costs(result, prices))
-        print(*draw(timeline, blocks=blocks_for(sys.stdout.encoding or "ascii")), sep="\n")
     if options.svg:
         write_svg(options.svg, timeline, history, result)
     show_phases(run_dir, options.timeline, is_shown=is_shown)
@@ -260,13 +261,13 @@ def show_phases(run_dir: Path, joined: Path | None, *, is_shown: bool) -> None:
 
 def write_svg(file: Path, timeline: Timeline, history: History, result: dict[str, Any]) -> None:
     """Write the picture of a run. Raises ConfigError."""
-    from elastic_trainer.views import svg
+    from elastic_trainer.views.run_picture import file_of
 
     if timeline.span is None:
         raise ConfigError(f"Run {result['run']} has {result['steps']} finished steps, and a "
                           f"picture needs 2. Call the command again later.")
     with _writes("--svg", file):
-        write_text(file, svg.draw(timeline, history.books.periods, result))
+        write_text(file, file_of(timeline, history.books.periods, result))
 
 
 @contextmanager

@@ -7,35 +7,25 @@ Where it stands: poller → HOSTS_FILE.json → here → a person
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from elastic_trainer.views.tables import Table, print_table
 from elastic_trainer.wire.plain import plain
 
 POLLER_GONE_S = 10.0
 """A poller that runs writes its table every second; the age of an older table is shown."""
-PIPE_COLUMNS = 200
-"""Columns where stdout is no terminal."""
 COLUMNS = ("host", "type", "slots", "cloud", "agent", "workers", "standby", "notice", "since", "in",
            "why")
 
 
 def print_hosts(fleet: Mapping[str, Any]) -> None:
     """Print the table, and what a person should know of the cloud and the poller."""
-    table = Table(*COLUMNS)
-    for host in fleet["hosts"]:
-        table.add_row(*(Text(plain(cell)) for cell in host_row(host, fleet["time"])))
-    console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
-    console.print(table)
+    print_table(Table(COLUMNS, [host_row(host, fleet["time"]) for host in fleet["hosts"]]))
     for line in remarks(fleet, age_s=time.time() - fleet["time"]):
-        console.print(Text(plain(line)))
+        print(plain(line))
 
 
 def host_row(host: Mapping[str, Any], now: float) -> tuple[Any, ...]:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree.ElementTree import Element
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.history import History, UntilFinished
@@ -34,7 +33,6 @@ from elastic_trainer.views import page
 from elastic_trainer.views.host_rows import host_rows
 from elastic_trainer.views.metrics import METRICS, Sample, samples
 from elastic_trainer.views.prices import Pricing, costs
-from elastic_trainer.views.sections import Sections
 from elastic_trainer.views.status import Status, fold
 from elastic_trainer.views.story import Story
 from elastic_trainer.views.timeline import Timeline
@@ -46,10 +44,29 @@ COSTS_REST = 200
 LEAST_S = 0.5
 """The log is read at most twice a second, whatever the number of readers."""
 
-TEXTS: Mapping[str, Callable[[page.Run], Element]] = {
+TEXTS: Mapping[str, Callable[[page.Run], str]] = {
     "figures": page.figures, "checkpoints": page.checkpoints, "events": page.newest_events}
-CHARTS: Mapping[str, Callable[[page.Run], Element]] = {
+CHARTS: Mapping[str, Callable[[page.Run], str]] = {
     "picture": page.picture, "loss": page.loss, "hosts": page.hosts, "recoveries": page.recoveries}
+
+
+class Sections:
+    """The sections of a page that is followed: each has a version, which rises when it changes."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, tuple[int, str]] = {}
+        self._version = 0
+
+    def show(self, name: str, html: str) -> None:
+        """Replace a section, if it is another one."""
+        if html != self._shown.get(name, (0, ""))[1]:
+            self._version += 1
+            self._shown[name] = self._version, html
+
+    def newer(self, than: int) -> dict[str, Any]:
+        """Return the version, and the HTML of the sections that are newer than a version."""
+        return {"version": self._version, "sections": {
+            name: html for name, (version, html) in self._shown.items() if version > than}}
 
 
 class Live:

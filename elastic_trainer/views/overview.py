@@ -15,15 +15,14 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-from xml.etree.ElementTree import Element
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.views import page
-from elastic_trainer.views.live import Live
+from elastic_trainer.views.live import Live, Sections
 from elastic_trainer.views.metrics import text_of
 from elastic_trainer.views.prices import Pricing
-from elastic_trainer.views.sections import Sections
 from elastic_trainer.views.status import Status
+from elastic_trainer.views.tables import Table
 
 HEADS = ("run", "state", "steps", "loss", "samples/s", "workers", "goodput")
 
@@ -67,9 +66,9 @@ def open_runs(run_dirs: Sequence[Path], prices: Pricing | None = None,
     return runs
 
 
-def table(known: Mapping[str, tuple[Status, Mapping[str, Any]]]) -> Element:
+def table(known: Mapping[str, tuple[Status, Mapping[str, Any]]]) -> str:
     """Return a row for each run, by its name, with a link to its page."""
-    section, rows, links = Element("section"), list[list[str]](), list[str]()
+    rows, links = list[list[str]](), list[str]()
     currencies = [result["costs"]["currency"] for _, result in known.values() if "costs" in result]
     for name, (status, result) in known.items():
         speed, due = status.samples_per_s, status.steps_due
@@ -80,5 +79,5 @@ def table(known: Mapping[str, tuple[Status, Mapping[str, Any]]]) -> Element:
             "-" if speed is None else f"{speed:.1f}", f"{status.size}", f"{result['goodput']:.1%}",
             *([f"{costs['cost']:.4g}" if costs else "-"] if currencies else [])])
         links.append(f"run/{quote(name, safe='')}/")
-    page.table(section, [*HEADS, *(f"cost ({it})" for it in currencies[:1])], rows, links)
-    return section
+    return page.section("", Table([*HEADS, *(f"cost ({it})" for it in currencies[:1])], rows,
+                                  links=links))

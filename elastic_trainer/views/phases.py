@@ -93,19 +93,11 @@ def _row(phase: str, by_worker: Mapping[int, float], whole: Mapping[int, float],
 
 def print_phases(rows: Iterable[Row]) -> None:
     """Print the table for a person."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from elastic_trainer.views.tables import Table, print_table
 
-    from elastic_trainer.wire.plain import plain
-
-    table = Table(title="a step", title_justify="left")
-    for heading in ("phase", "ms", "share", "most ms", "on worker"):
-        table.add_column(heading, justify="left" if heading in ("phase", "on worker") else "right")
-    for row in rows:
-        table.add_row(row.phase, f"{row.step_ms:.2f}", f"{row.share:.1%}", f"{row.slowest_ms:.2f}",
-                      Text(plain(row.slowest)))
-    Console().print(table)
+    print_table(Table(["phase", "ms", "share", "most ms", "on worker"], [
+        [row.phase, f"{row.step_ms:.2f}", f"{row.share:.1%}", f"{row.slowest_ms:.2f}", row.slowest]
+        for row in rows], title="a step"), numbers=("ms", "share", "most ms"))
 
 
 def join(files: Iterable[Path], target: Path) -> None:

@@ -1,32 +1,31 @@
-"""Print the summary of a run as a table for a person.
+"""The summary of a run in words: of one run, or of several side by side.
 
-result.json's content → here → `elastic-trainer report`, and the end of `elastic-trainer run`
+result.json's content → here → tables (`report`, the end of `run`), page
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from elastic_trainer.wire.plain import plain
+from elastic_trainer.views.tables import Table, print_table
 
 HOUR_S = 3600.0
 
 
 def print_summary(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print what report.summarize() returned."""
-    console = console or Console()
-    table = Table(title=Text(plain(f"run {result['run']}")), show_header=False,
-                  title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for label, text in summary_rows(result):
-        table.add_row(label, Text(plain(text)))
-    console.print(table)
+    """Print result.json's content for a person."""
+    print_table(Table([], summary_rows(result), title=f"run {result['run']}"), console=console)
+
+
+def side_by_side(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the summaries of several runs as one table; "-" where a run has no such row."""
+    columns = [dict(summary_rows(result)) for result in results]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    return Table(["", *(f"run {result['run']}" for result in results)],
+                 [[label, *(column.get(label, "-") for column in columns)] for label in labels])
 
 
 def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -34,12 +34,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.etree.ElementTree import SubElement
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.views.live import Live
 from elastic_trainer.views.overview import Overview
-from elastic_trainer.views.page import empty, html_of
+from elastic_trainer.views.page import followed
 from elastic_trainer.wire.gate import Gate, OpenConnections, Request, head
 from elastic_trainer.wire.plain import plain
 
@@ -98,16 +97,8 @@ HEADERS = {
 
 def shell(shown: Live | Overview, *, server: str, is_one_of_several: bool) -> str:
     """Return a page without its content, which follows."""
-    root, body = empty(plain(shown.title))
-    body.set("data-server", server)
-    if is_one_of_several:
-        SubElement(SubElement(body, "p"), "a", {"href": "../../"}).text = "all runs"
-    SubElement(body, "h1").text = plain(shown.title)
-    SubElement(body, "p", {"id": "state", "class": "dim", "role": "status"}).text = "is read"
-    for name in shown.sections:
-        SubElement(body, "div", {"id": name})
-    SubElement(body, "script").text = SCRIPT
-    return html_of(root)
+    return followed(shown.title, shown.sections, server=server, script=SCRIPT,
+                    is_one_of_several=is_one_of_several)
 
 
 def address_of(bind: str) -> tuple[str, int]:
