@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elastic_trainer.events import sentences
 from elastic_trainer.events.lifetime import Lifetime
@@ -156,29 +157,27 @@ class Timeline:
         """Start and end of each time in which the run was stopped, and was started again."""
         return self._life.stops
 
-    def done_by(self, moments: Sequence[float]) -> list[float]:
-        """Return the number of samples that were done at each moment.
+    def done_by(self, moments: Sequence[float]) -> NDArray[np.float64]:
+        """Return the number of samples that were done at each moment; the moments rise.
 
         The samples of a step are spread over its time: otherwise slow steps would look like pauses.
         """
-        totals = [0.0] * len(moments)
+        edges, totals = np.asarray(moments), np.zeros(len(moments))
         for low in range(0, len(self._times), CHUNK_STEPS):
             ends, seconds, samples = (
                 np.frombuffer(numbers, dtype=np.float64)[low : low + CHUNK_STEPS]
                 for numbers in (self._times, self._seconds, self._samples))
-            first, last = float((ends - seconds).min()), float(ends.max())
-            whole = float(samples.sum())
-            for place, moment in enumerate(moments):
-                if moment >= last:
-                    totals[place] += whole
-                elif moment > first:
-                    done = np.clip(1.0 - (ends - moment) / np.maximum(seconds, 1e-9), 0.0, 1.0)
-                    totals[place] += float(done @ samples)
+            seconds = np.maximum(seconds, 1e-9)
+            at, last = edges.searchsorted(ends - seconds, side="right"), edges.searchsorted(ends)
+            totals += np.bincount(last, samples, len(edges) + 1)[:-1].cumsum()
+            while len(within := np.flatnonzero(at < last)):  # few steps have a moment within
+                done = 1.0 - (ends[within] - edges[at[within]]) / seconds[within]
+                totals += np.bincount(at[within], done * samples[within], len(edges))
+                at[within] += 1
         return totals
 
     def rates(self, moments: Sequence[float], width_s: float) -> list[float]:
         """Return the samples a second between each two neighbours of the moments, which are
         `width_s` apart without the stops."""
-        done = self.done_by(moments)
-        return [max(0.0, after - before) / max(width_s, 1e-9)
-                for before, after in zip(done, done[1:], strict=False)]
+        rates = np.diff(self.done_by(moments)).clip(min=0.0) / max(width_s, 1e-9)
+        return [float(rate) for rate in rates]
