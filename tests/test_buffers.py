@@ -5,187 +5,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_loop import (
     INPUT,
-    NUMBERS,
     SCHEDULE,
-    SIZE,
-    TARGET,
     built,
-    in_a_world,
-    job,
     mse,
-    sgd,
     trained,
 )
-from test_trainer import Fault, in_a_breaking_world, trainer_of
+from test_same_bits import BUFFERS, Queue
+from test_trainer import in_a_breaking_world, trainer_of
+from torch.utils.checkpoint import checkpoint
 
 from elastic_trainer import gather
 from elastic_trainer.config import ConfigError
-from elastic_trainer.data.seeds import seed_everything
-from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.layout import byte_view
 
 Model = torch.nn.Module
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
-class Queue(Model):
-    """Keeps the last keys, as MoCo does: each batch writes its rows behind those of the last."""
-
-    keys: torch.Tensor
-    place: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("keys", torch.zeros(6, 8))
-        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = (int(self.place) + torch.arange(len(x))) % 6
-        self.keys[rows] = x.detach()
-        self.place += len(x)
-        return x + self.keys.mean()
-
-
-def queued(model: Any) -> dict[str, Any]:
-    """The rules of a queue: the rows of the micro-batches come one behind the other."""
-    def enqueue(before: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
-        start, at, rows = int(model[2].place), 0, before.clone()
-        assert torch.equal(model[2].keys, before)
-        for value in values:
-            new = [row % 6 for row in range(start, start + 6)
-                   if not torch.equal(value[row % 6], before[row % 6])]
-            for row in new:
-                rows[(start + at) % 6] = value[row]
-                at += 1
-        return rows
-
-    return {"2.keys": gather(enqueue), "2.place": "sum"}
-
-
-class Codebook(Model):
-    """Averages what falls to each code, as VQ-VAE does, by writes that no version counts."""
-
-    sizes: torch.Tensor
-    sums: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("sizes", torch.ones(4))
-        self.register_buffer("sums", torch.eye(4, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        codes = self.sums / self.sizes[:, None]
-        chosen = torch.nn.functional.one_hot(torch.cdist(x.detach(), codes).argmin(1), 4).float()
-        self.sizes.data.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
-        self.sums.data.mul_(0.9).add_(chosen.T @ x.detach(), alpha=0.1)
-        return x + (chosen @ codes - x).detach()
-
-
-class Bank(Model):
-    """Keeps the last features of each sample, a count of samples, and a running size of the
-    loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("bank", torch.zeros(SIZE, 8))
-        self.register_buffer("samples", torch.zeros((), dtype=torch.long))
-        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
-        self.register_buffer("seen", torch.zeros(SIZE, dtype=torch.bool))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = (x.detach() * 1e4).sum(1).long().abs() % SIZE
-        self.bank[rows] = x.detach()
-        self.seen[rows] = True
-        self.samples += len(x)
-        self.scale = 0.9 * self.scale + 0.1 * x.detach().double().abs().mean()
-        return torch.as_tensor(x / self.scale.float())
-
-
-def spectral() -> Model:
-    return torch.nn.utils.spectral_norm(torch.nn.Linear(8, 8))
-
-
-def parametrized() -> Model:
-    return torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(8, 8))
-
-
-KINDS: dict[str, tuple[Callable[[], Model], Callable[[Any], dict[str, Any]]]] = {
-    "a queue": (Queue, queued),
-    "a code book": (Codebook, lambda model: {"2.s*": "mean"}),
-    "a memory bank": (Bank, lambda model: {"2.bank": "sum", "2.samples": "sum", "2.seen": "sum",
-                                           "*.scale": "last"}),
-    "spectral_norm": (spectral, lambda model: {}),
-    "spectral_norm, parametrized": (parametrized, lambda model: {}),
-    "weight_norm": (lambda: torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(8, 8)),
-                    lambda model: {}),
-    "BatchNorm": (lambda: torch.nn.BatchNorm1d(8), lambda model: {"*.num_*": "sum"}),
-    "InstanceNorm": (lambda: torch.nn.Sequential(
-        torch.nn.Unflatten(1, (2, 4)), torch.nn.InstanceNorm1d(2, track_running_stats=True),
-        torch.nn.Flatten()), lambda model: {}),
-    "observers": (lambda: torch.ao.quantization.MovingAverageMinMaxObserver(), lambda model: {}),
-}
-
-
 def made(kind: str) -> tuple[Any, dict[str, Any]]:
-    torch.manual_seed(0)
-    model = built(KINDS[kind][0]())
-    return model, KINDS[kind][1](model)
-
-
-def bytes_of(model: Model) -> dict[str, list[int]]:
-    return {name: byte_view(value).tolist() for name, value in model.state_dict().items()}
-
-
-def run(kind: str, model: Any = None, until: int = 6, **more: Any) -> dict[str, list[int]]:
-    new, rules = made(kind)
-    model, rules = model or new, KINDS[kind][1](model) if model else rules
-    trainer = trainer_of(model, buffers=rules, until=f"{until} steps", min_microbatch_samples=2,
-                         **more)
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
-    return bytes_of(model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_micro_batch_leaves_the_buffers_of_a_plain_loop(kind: str) -> None:
-    """Bit for bit, without a rule, and also on a worker that has not run it."""
-    (ours, _), (plain, _) = made(kind), made(kind)
-    torch.set_num_threads(1)
-    trained(ours, microbatches=1)
-    optimizer = sgd(plain)
-    for step in range(SCHEDULE.steps):
-        chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))
-             for microbatch in range(4)])
-        seed_everything(SCHEDULE.microbatch_seed(step, 0))
-        optimizer.zero_grad()
-        mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
-        optimizer.step()
-    assert bytes_of(ours) == bytes_of(plain)
-    schedule = Schedule(dataset_size=SIZE, **(NUMBERS | {"microbatches": 1}))
-    for result in in_a_world(2, lambda rank: job(made(kind)[0], schedule=schedule)):
-        assert bytes_of(result.model) == bytes_of(plain)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 6])
-@pytest.mark.parametrize("kind", KINDS)
-def test_buffers_with_a_rule_are_the_same_in_every_world(
-        kind: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, on each worker, through generations that break in the micro-batches and behind
-    the vote."""
-    alone, models = run(kind), [made(kind)[0] for _ in range(size)]
-    points = {0: [("step.voted", 1)], 1: [("step.computed", 3), ("step.voted", 4)]}
-    for found in in_a_breaking_world(monkeypatch, size, lambda rank: run(
-            kind, models[rank], listeners=[Fault(*points.get(rank, []))])):
-        assert found == alone
+    model = BUFFERS[kind].model()
+    return model, BUFFERS[kind].rules(model)
 
 
 def test_a_step_ends_with_what_the_rule_of_a_buffer_gives() -> None:
@@ -310,9 +154,28 @@ def test_a_buffer_that_changes_behind_backward_is_an_error(replaces: bool) -> No
                     model(batch[0])
 
 
-@pytest.mark.parametrize("kind", ["a queue", "a memory bank"])
-def test_buffers_with_a_rule_go_on_where_they_were_when_a_run_is_resumed(
-        kind: str, tmp_path: Path) -> None:
-    """They are in the checkpoint, as any buffer."""
-    run(kind, until=3, run_dir=tmp_path)
-    assert run(kind, run_dir=tmp_path) == run(kind)
+class Again(Model):
+    """Has a BatchNorm in a part that may be computed again in the backward pass."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = torch.nn.Linear(5, 8), torch.nn.Linear(8, 3)
+        self.part = torch.nn.Sequential(torch.nn.BatchNorm1d(8), torch.nn.Tanh())
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = self.part(x) if self.reentrant is None else checkpoint(
+            self.part, x, use_reentrant=self.reentrant)
+        return torch.as_tensor(self.last(x))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_batch_norm_counts_a_recomputed_batch_once(reentrant: bool) -> None:
+    """As without checkpointing. In plain PyTorch the running statistics move twice for a batch."""
+    models: list[Any] = [Again(None), Again(reentrant)]
+    for model in models:
+        trained(model, microbatches=1)
+    assert all(torch.equal(*both) for both in zip(*(m.buffers() for m in models), strict=True))
+    assert int(models[1].part[0].num_batches_tracked) == SCHEDULE.steps

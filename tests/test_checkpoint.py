@@ -31,8 +31,6 @@ from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog, Record
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.layout import LayoutError, Packed
-from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.publish import collect_rubbish
 from elastic_trainer.state.store import (
     FolderStore,
     StoreRefused,
@@ -166,17 +164,6 @@ def test_any_world_restores_what_any_world_has_written(tmp_path: Path, before: i
     assert {bytes_of(state) for state in readers.states} == {bytes_of(writers.states[0])}
     names = files(tmp_path, PARTS)
     assert len(names) > 4 and len(set(names)) == len(names)
-
-
-def test_the_parts_are_the_same_when_the_world_is_another(tmp_path: Path) -> None:
-    """The layout in the store does not depend on the world's size."""
-    found = []
-    for size in (1, 3):
-        fleet = Fleet(tmp_path / str(size), size)
-        fleet.restore()
-        fleet.checkpoint()
-        found.append(files(tmp_path / str(size), PARTS))
-    assert found[0] == found[1]
 
 
 def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
@@ -320,32 +307,6 @@ def test_a_rest_is_as_long_as_the_part(part_s: float, ahead_s: float, load: floa
     assert 0 <= rest <= min(part_s, LONGEST_REST_S) and rest <= max(0.0, ahead_s)
     assert (rest > 0) == (load > cores and part_s > 0 and ahead_s > 0)
     assert rest_s(1.0, 1e9, 2.5, 2) == 1.0
-
-
-@pytest.mark.parametrize("load", ["short", "enough", "unknown"])
-def test_an_upload_rests_only_where_cores_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                    load: str) -> None:
-    """If the machine does not report its load, no upload rests."""
-    def loads() -> tuple[float, float, float]:
-        if load == "unknown":
-            raise OSError("Load averages are unobtainable")
-        return (1e9 if load == "short" else 0.0, 0.0, 0.0)
-
-    monkeypatch.setattr("os.getloadavg", loads)
-    monkeypatch.setattr("elastic_trainer.state.upload.UPLOADS", 1)
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.checkpoint()
-    fleet.train()
-    [worker] = fleet.workers
-    worker.begun_at = time.monotonic() - 1e6
-    rests = list[float]()
-    monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
-                        lambda *facts: rests.append(rest_s(*facts)) or 0.0)
-    worker.begin(fleet.states[0], 0, 1)
-    wait_for("share", lambda: ticked(worker)[0], 60)
-    assert rests
-    assert all((rest > 0) == (load == "short") for rest in rests)
 
 
 def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path) -> None:
@@ -563,15 +524,6 @@ def test_never_starts_afresh_when_the_only_checkpoints_record_is_damaged(
     assert Fleet(tmp_path, readers, steps=0).restore() == [3] * readers
 
 
-def test_never_starts_afresh_when_there_are_checkpoints_but_none_fits(tmp_path: Path) -> None:
-    """Another model's store is an error with a remedy, not a new start."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.checkpoint()
-    (error,) = Fleet(tmp_path, steps=0, width=9).restore()
-    assert isinstance(error, LayoutError) and "another name" in str(error)
-
-
 class ManyFaults(FolderStore):
     """A folder in which the operations that the test names fail."""
 
@@ -681,26 +633,6 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(
         assert {state.committed for state in reader.states} == {0}
         assert not reader.events.facts("state.checkpoint_refused")
         assert reader.restore() == [3, 3, 3]
-
-
-def test_one_wrong_read_of_a_record_loses_nothing(tmp_path: Path) -> None:
-    """It is read again. One bit that is flipped on the way does not cost an acknowledged
-    checkpoint."""
-    class OneFlip(FolderStore):
-        flips = 1
-
-        def get(self, name: str, most: int | None = None) -> bytes:
-            data = super().get(name, most)
-            if name.startswith("log") and OneFlip.flips:
-                OneFlip.flips -= 1
-                return data.replace(b"parts", b"party", 1)
-            return data
-
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.publish(3)
-    assert Fleet(tmp_path, steps=0, store=OneFlip).restore() == [6]
-    assert OneFlip.flips == 0
 
 
 def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(
@@ -1035,21 +967,6 @@ def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Pat
     assert reader.restore() == [4, 4]
 
 
-@pytest.mark.parametrize("foreign",
-                         [[".DS_Store"], [f".{n:02d}"
-                                          for n in range(25)], ["0999999999998.json.bak"]])
-def test_what_is_no_record_is_passed_over(tmp_path: Path, foreign: list[str]) -> None:
-    """A file manager's or a console's own objects in the log's folder."""
-    for name in foreign:
-        FolderStore(tmp_path).put(f"log/{name}", b"x")
-    fleet = Fleet(tmp_path)
-    assert fleet.restore() == [None]
-    for _ in range(12):
-        fleet.checkpoint()
-        fleet.train()
-    assert Fleet(tmp_path, 2, steps=0).restore() == [14, 14]
-
-
 def test_nothing_is_published_when_a_worker_writes_elsewhere(tmp_path: Path) -> None:
     """A newcomer whose shared disk is not mounted puts its share on a disk of its own: rank 0 sees
     that it is not there."""
@@ -1147,22 +1064,6 @@ def test_training_goes_on_when_no_thread_can_be_had_for_the_record(
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
     assert Fleet(tmp_path, steps=0).restore() == [4]
-
-
-def test_a_zombie_of_an_older_attempt_is_fenced(tmp_path: Path) -> None:
-    """It notices that when it publishes. Its record is not stored, and it stops."""
-    old = Fleet(tmp_path)
-    old.restore()
-    old.checkpoint()
-    new = Fleet(tmp_path, 2, steps=0)
-    assert new.restore() == [3, 3]
-    old.train()
-    old.checkpoint()
-    assert old.workers[0].known.fenced and "another attempt" in str(old.workers[0].known.fenced)
-    new.train(2)
-    new.checkpoint()
-    assert CommitLog(FolderStore(tmp_path)).tail().step == 5
-    assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
 def test_a_new_publisher_of_the_same_attempt_replaces_the_old_one(tmp_path: Path) -> None:
@@ -1335,17 +1236,6 @@ def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path, change: d
         parts_of(record)
 
 
-def test_rubbish_of_a_later_step_is_left_alone(tmp_path: Path) -> None:
-    """A part that may belong to an upload in flight is never collected."""
-    store = FolderStore(tmp_path)
-    for name in ("parts/000000000001-000000000005/a.bin", "parts/000000000001-000000000006/b.bin",
-                 "parts/000000000002-000000000001/c.bin", "parts/odd/d.bin"):
-        store.put(name, b"x")
-    newest = Record(sequence=9, kind="checkpoint", lineage=1, step=5)
-    assert collect_rubbish(
-        store, newest, lambda sequence: frozenset()) == ["parts/000000000001-000000000005/a.bin"]
-
-
 # --- when -----------------------------------------------------------------------------------------
 
 
@@ -1448,12 +1338,6 @@ def test_an_attempt_that_trained_and_left_without_a_result_is_a_loss() -> None:
                                             (5, "failed"))]
     assert past_of(events).lost_attempts == 2  # 1 and 4
     assert past_of([]).lost_attempts == 0
-
-
-def test_the_share_that_checkpoints_may_cost_is_the_users() -> None:
-    """One that costs a second comes every 1000 s for a tenth of a percent."""
-    assert Cadence.parse("0.1%").interval_s(cost_s=1.0, losses=0, observed_s=0.0,
-                                            step_s=1.0) == pytest.approx(1000.0)
 
 
 @pytest.mark.parametrize(("text", "cadence"), [(50, Cadence(steps=50)), ("50", Cadence(steps=50)),
@@ -1565,28 +1449,6 @@ def test_nothing_is_withdrawn_when_nothing_would_be_left(tmp_path: Path) -> None
     fleet.publish(1)
     assert fleet.workers[0].withdraw(fleet.states[0].lineage, 0) == -1
     assert Fleet(tmp_path, steps=0).restore() == [1]
-
-
-def test_extras_come_back_with_the_state(tmp_path: Path) -> None:
-    """A moving average of the weights, say; another set of extras is refused."""
-    def averaged(state: LiveState) -> torch.optim.swa_utils.AveragedModel:
-        average = torch.optim.swa_utils.AveragedModel(state.model)
-        state.extras = {"average": average}
-        return average
-
-    fleet = Fleet(tmp_path)
-    average = averaged(fleet.states[0])
-    fleet.restore()
-    fleet.train()
-    average.update_parameters(fleet.states[0].model)
-    fleet.checkpoint()
-    reader = Fleet(tmp_path, steps=0)
-    theirs = averaged(reader.states[0])
-    assert reader.restore() == [4]
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(average.state_dict().values(), theirs.state_dict().values(), strict=True))
-    assert isinstance(Fleet(tmp_path, steps=0).restore()[0], LayoutError)
 
 
 def test_part_bounds_are_checked() -> None:

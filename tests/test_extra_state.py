@@ -12,18 +12,14 @@ import pytest
 import safetensors
 import test_loop
 import torch
-from test_loop import INPUT, NUMBERS, SIZE, TARGET, Odd, built, in_a_world, job, mse, trained
+from test_loop import INPUT, Odd, built, in_a_world, job, mse, trained
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
-ONE_MICROBATCH = Schedule(dataset_size=SIZE, **(NUMBERS | {"microbatches": 1}))
-
-
 class Scaled(torch.nn.Module):
     """Rounds as FP8 does: by a scale that follows the largest values of the last passes, and no
     buffer holds."""
@@ -57,32 +53,6 @@ def kept(model: torch.nn.Module) -> tuple[list[float], int]:
     return module.history.tolist(), module.passes
 
 
-def test_the_weights_are_plain_pytorchs_when_a_forward_pass_changes_extra_state() -> None:
-    """One worker and one micro-batch: to the bit, and so is what the module keeps."""
-    model, reference = scaled(), scaled()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    trained(model, microbatches=1)
-    for step in range(ONE_MICROBATCH.steps):
-        chosen = torch.from_numpy(ONE_MICROBATCH.microbatch_samples(step, 0))
-        optimizer.zero_grad()
-        mse(reference, [INPUT[chosen], TARGET[chosen]]).backward()
-        optimizer.step()
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
-    assert kept(model) == kept(reference) and kept(model)[1] == 6
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
-def test_extra_state_is_the_same_when_more_workers_share_the_steps(size: int) -> None:
-    """On all of them, also where none of the microbatches is mine: what the step's first
-    micro-batch has left."""
-    alone = trained(scaled())
-    assert kept(alone.model)[1] == 6  # one pass a step, however many microbatches
-    for result in in_a_world(size, lambda rank: job(scaled())):
-        assert result.weights_sha256 == alone.weights_sha256
-        assert kept(result.model) == kept(alone.model)
-
-
 @pytest.mark.parametrize("size", [2, 3])
 def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> None:
     """Also where the first micro-batch itself raises; the others are not left waiting for its
@@ -100,17 +70,6 @@ def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> No
     reference = scaled()
     trained(reference, until="1 step")
     assert all(kept(model) == kept(reference) for model in models)
-
-
-def test_extra_state_goes_on_where_it_was_when_a_run_is_resumed(run_dir: Path) -> None:
-    """It is part of the checkpoint."""
-    trained(scaled(), until="4 steps")
-    resumed = trained(scaled(seed=9)).model
-    straight = scaled()
-    trained(straight, run_dir=run_dir.with_name("other"))
-    assert kept(resumed) == kept(straight)
-    assert all(
-        torch.equal(p, q) for p, q in zip(resumed.parameters(), straight.parameters(), strict=True))
 
 
 def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None:

@@ -154,28 +154,6 @@ def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_microbatches(reduce
     assert result.model is model
 
 
-@pytest.mark.parametrize(("optimizer", "clip_norm", "rate"), [
-    (adamw, None, None),
-    (sgd, 0.05, None),
-    (sgd, 1e6, None),
-    (sgd, None, cosine(warmup_steps=2, total_steps=6)),
-    (adamw, 0.05, cosine(warmup_steps=2, total_steps=6)),
-])
-def test_the_steps_are_plain_pytorchs_when_clip_and_rate_are_given(optimizer: Callable[[Model],
-                                                                                       Optimizer],
-                                                                   clip_norm: float | None,
-                                                                   rate: Any) -> None:
-    """The norm is that of the whole gradient, and the rate follows the step, not the
-    micro-batches."""
-    model, reference, ears = built(), built(), Ears()
-    used = optimizer(model)
-    base = used.param_groups[0]["lr"]
-    trained(model, used, clip_norm=clip_norm, lr=rate, listeners=[ears])
-    assert_close(model, by_hand(reference, optimizer(reference), clip_norm=clip_norm, rate=rate))
-    rates = [facts["lr"] for facts in ears.facts("worker.step_committed")]
-    assert rates == [base * (rate(step) if rate else 1.0) for step in range(6)]
-
-
 def test_the_weights_are_the_same_when_it_is_done_twice() -> None:
     """Bit for bit, also where the model draws random numbers; another seed gives others."""
     first, second, other = (trained(built(torch.nn.Dropout(0.5)), seed=seed) for seed in (3, 3, 4))
@@ -222,15 +200,6 @@ def test_running_statistics_are_the_mean_over_microbatches_when_a_model_has_batc
         assert reference.num_batches_tracked is not None
         reference.num_batches_tracked.add_(1)
     assert_close(norm, reference)
-
-
-def test_running_statistics_of_sync_batch_norm_are_those_of_batch_norm() -> None:
-    """It synchronizes only in a process group of torch.distributed, which does not exist here."""
-    norms = torch.nn.BatchNorm1d(5, affine=False), torch.nn.SyncBatchNorm(5, affine=False)
-    for norm in norms:
-        trained(torch.nn.Sequential(norm, built()), until="2 steps")
-    plain, synchronized = (norm.state_dict() for norm in norms)
-    assert all(torch.equal(value, synchronized[name]) for name, value in plain.items())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -297,79 +266,6 @@ def test_the_samples_left_out_are_logged_when_the_last_batch_is_dropped(
         trained(built(), until="3 epochs")
 
 
-CONSTANTS = {
-    "minus infinity, as in a mask": torch.tensor([0.0, float("-inf")]),
-    "a large whole number": torch.tensor([2**40 + 1, -(2**52) - 1]),
-    "truth": torch.tensor([True, False]),
-    "double precision": torch.tensor(1 / 3, dtype=torch.float64),
-    "16 bits": torch.tensor([1.0, 3.0], dtype=torch.bfloat16),
-    "a tiny number": torch.tensor(1e-45),
-    "nothing": torch.empty(0, 3),
-}
-
-
-@pytest.mark.parametrize("kind", CONSTANTS)
-def test_a_buffer_keeps_its_bytes_when_the_model_does_not_change_it(kind: str) -> None:
-    """Masks, tables and constants come out of every step as they went in."""
-    model = built()
-    model.register_buffer("constant", CONSTANTS[kind].clone())
-    trained(model)
-    assert torch.equal(dict(model.named_buffers())["constant"], CONSTANTS[kind])
-
-
-class Flag(Model):
-    """Says that it has been used."""
-
-    used: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("used", torch.tensor(False))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.used.fill_(True)
-        return x
-
-
-def test_a_flag_is_set_when_the_model_sets_it_in_every_microbatch() -> None:
-    """Buffers of truth values take part."""
-    flag = Flag()
-    trained(built(flag), until="1 step", buffers={"2.used": "mean"})
-    assert bool(flag.used)
-
-
-class Centred(Model):
-    """Keeps a running mean, in place or (as `self.mean = …` does) by a new tensor in the buffer's
-    place."""
-
-    mean: torch.Tensor
-
-    def __init__(self, replaces: bool) -> None:
-        super().__init__()
-        self.replaces = replaces
-        self.register_buffer("mean", torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        if self.replaces:
-            self.mean = mean
-        else:
-            self.mean.copy_(mean)
-        return x - mean
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_no_bit_is_another_when_a_buffer_is_replaced_and_not_changed_in_place(size: int) -> None:
-    """Neither the warm-up's nor another micro-batch's values remain, whoever has no micro-batch has
-    the same in the end."""
-    in_place = trained(built(Centred(False)), buffers={"*": "mean"})
-    models = [built(Centred(True)) for _ in range(size)]
-    results = in_a_world(size, lambda rank: job(models[rank], rules={"*": "mean"}))
-    assert {result.weights_sha256 for result in results} == {in_place.weights_sha256}
-    means = [dict(model.named_buffers())["2.mean"] for model in (in_place.model, *models)]
-    assert all(torch.equal(mean, means[0]) for mean in means)
-
-
 def test_what_is_drawn_after_a_step_follows_from_the_step() -> None:
     """An optimizer that rounds by chance, or `after_step`, draws the same on every worker, whatever
     its micro-batches drew."""
@@ -384,80 +280,6 @@ def test_what_is_drawn_after_a_step_follows_from_the_step() -> None:
         trained(built(), loss=loss, after_step=lambda step, drawn=drawn: drawn.append(draws()))
         told.append(drawn)
     assert told[0] == told[1] and len(set(told[0])) == 6
-
-
-def test_a_layer_stays_as_it_was_when_the_user_has_put_it_into_eval_mode() -> None:
-    """Fine-tuning with a frozen BatchNorm: its statistics do not move, and no mode changes."""
-    norm = torch.nn.BatchNorm1d(8)
-    model = built(norm).train()
-    norm.eval()
-    trained(model, microbatches=2)
-    assert (model.training, norm.training) == (True, False)
-    assert norm.running_mean is not None and torch.equal(norm.running_mean, torch.zeros(8))
-
-
-def test_a_parameter_keeps_its_bytes_when_it_is_frozen() -> None:
-    """The others train as ever, also when the optimizer was given the frozen ones."""
-    model, reference = built(), built()
-    for one in (model, reference):
-        one[0].requires_grad_(False)
-    frozen = next(model.parameters())
-    before = frozen.clone()
-    trained(model)
-    assert torch.equal(frozen, before) and frozen.grad is None
-    assert_close(model, by_hand(reference, sgd(reference)))
-
-
-class Spare(Model):
-    """A model with a layer that nothing goes through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = built(), torch.nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
-
-
-@pytest.mark.parametrize("reduce", ["exact", "ring"])
-def test_training_goes_on_when_a_parameter_is_not_used(reduce: str) -> None:
-    """Its gradient is zero."""
-    model, reference = Spare(), built()
-    before = model.unused.weight.clone()
-    trained(model, reduce=reduce)
-    assert torch.equal(model.unused.weight, before)
-    assert_close(model.used, by_hand(reference, sgd(reference)))
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 5e-3),
-                                                  (torch.float64, 1e-6)])
-def test_parameters_of_any_precision_train(dtype: torch.dtype, tolerance: float) -> None:
-    """16-bit gradients are summed in 32; the parameters keep their type and follow the 32-bit
-    ones."""
-    def loss(model: Model, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(
-            model(batch[0].to(dtype)).to(torch.float64), batch[1].to(torch.float64))
-
-    model, reference = built().to(dtype), built()
-    trained(model, loss=loss)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert_close(model.to(torch.float32),
-                 by_hand(reference, sgd(reference)),
-                 rtol=tolerance,
-                 atol=tolerance)
-
-
-def test_nothing_is_counted_twice_when_two_layers_share_their_weight() -> None:
-    """A tied parameter is one parameter."""
-    def tied() -> torch.nn.Sequential:
-        first, second = torch.nn.Linear(5, 5, bias=False), torch.nn.Linear(5, 5, bias=False)
-        torch.nn.init.eye_(first.weight)
-        second.weight = first.weight
-        return torch.nn.Sequential(first, second, built())
-
-    model, reference = tied(), tied()
-    trained(model)
-    assert_close(model, by_hand(reference, sgd(reference)))
 
 
 # --- the gradient scaler --------------------------------------------------------------------------
@@ -678,71 +500,6 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
     if broken:
         raise broken[0]
     return [ended[rank] for rank in range(size)]
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 6])
-def test_the_weights_are_the_same_when_more_workers_share_the_steps(size: int) -> None:
-    """Bit for bit those of one process, on every worker, also when some have no micro-batch to
-    run."""
-    alone = trained(built(torch.nn.LayerNorm(8)))
-    for result in in_a_world(size, lambda rank: job(built(torch.nn.LayerNorm(8)))):
-        assert (result.weights_sha256, result.loss, result.samples) == (alone.weights_sha256,
-                                                                        alone.loss, alone.samples)
-
-
-@pytest.mark.parametrize("size", [2, 3, 6])
-def test_running_statistics_are_the_same_when_more_workers_share_the_steps(size: int) -> None:
-    """BatchNorm's buffers follow the same rule as the gradient."""
-    schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2)
-    alone = trained(built(torch.nn.BatchNorm1d(8)), until="2 steps")
-    for result in in_a_world(size,
-                             lambda rank: job(built(torch.nn.BatchNorm1d(8)), schedule=schedule)):
-        assert result.weights_sha256 == alone.weights_sha256
-
-
-class Checkpointed(Model):
-    """Uses one layer in two parts whose backward passes are runs of their own
-    (use_reentrant=True)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = torch.nn.Linear(5, 3)
-        self.shared = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = torch.utils.checkpoint.checkpoint(self.shared,
-                                                  x.requires_grad_(),
-                                                  use_reentrant=True)
-        return self.last(x)
-
-
-def checkpointed() -> Model:
-    torch.manual_seed(0)
-    return Checkpointed()
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_the_weights_are_the_same_when_a_backward_pass_adds_to_a_gradient_several_times(
-        size: int) -> None:
-    """Two micro-batches then share no buffer: its sum would have the order of the passes, not that
-    of the tree."""
-    def loud(model: Model, batch: Any) -> torch.Tensor:
-        # So that the step is not lost in the rounding of the weights.
-        return 1e3 * mse(model, batch)
-
-    alone = trained(checkpointed(), loss=loud, until="1 step")
-    schedule = Schedule(dataset_size=SIZE, **NUMBERS, max_steps=1)
-    for result in in_a_world(size, lambda rank: job(checkpointed(), loss=loud, schedule=schedule)):
-        assert result.weights_sha256 == alone.weights_sha256
-
-
-@pytest.mark.parametrize("size", [2, 6])
-def test_a_scaler_goes_along_when_more_workers_share_the_steps(size: int) -> None:
-    """Also on a worker that has no micro-batch to run, and so has never scaled a loss."""
-    alone = trained(built(), scaler=torch.amp.GradScaler("cpu"))
-    for result in in_a_world(size, lambda rank: job(built(), scaler=torch.amp.GradScaler("cpu"))):
-        assert result.weights_sha256 == alone.weights_sha256
 
 
 @pytest.mark.parametrize("error", [Odd, SystemExit])
@@ -989,33 +746,6 @@ def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path,
     assert_same(resumed, rich())
 
 
-def test_the_bits_are_those_of_a_straight_run_when_the_users_code_was_mended(
-        run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that ended with an exception goes on from its last checkpoint."""
-    def published(event: str, facts: dict[str, Any]) -> None:
-        if event == "step.applied":
-            for thread in threading.enumerate():
-                # Up by step 1's end, published by step 3's.
-                if thread.name in ("checkpoint", "publisher"):
-                    thread.join()
-
-    model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
-    with pytest.raises(Odd):
-        trained(model,
-                adamw(model),
-                microbatches=2,
-                checkpoint_every=1,
-                clip_norm=0.5,
-                listeners=[published],
-                after_step=raises_after(4),
-                scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2),
-                lr=cosine(warmup_steps=2, total_steps=6))
-    resumed = rich(seed=99)
-    assert resumed[2].facts("worker.generation_started")[0]["source"] == "checkpoint"
-    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
-    assert_same(resumed, rich())
-
-
 def test_no_step_is_done_again_when_a_finished_run_is_started_again(run_dir: Path) -> None:
     """It returns the result that it had."""
     first, again = rich(), rich(seed=99)
@@ -1198,27 +928,6 @@ def test_a_worker_has_its_number_on_its_host_when_it_was_launched(
     assert local_rank() == 0
     monkeypatch.setenv("HOROVOD_LOCAL_RANK", "3")
     assert local_rank() == 3
-
-
-def test_no_bit_is_another_when_a_standby_has_rehearsed_a_step(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """Running statistics, gradients and everybody's next random number are as if it had not
-    been."""
-    def draw_and_train(is_standby: bool) -> tuple[str, list[float]]:
-        model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
-        seed_everything(5)
-        drawn: list[float] = []
-
-        def take_place() -> dict[str, float]:
-            assert all(p.grad is None for p in model.parameters())
-            drawn.extend([torch.rand(1).item(), random.random(), numpy.random.random()])
-            return {}
-
-        monkeypatch.setattr(standby, "is_standby", lambda: is_standby)
-        monkeypatch.setattr(standby, "wait_for_place", take_place)
-        return trained(model, adamw(model), microbatches=2).weights_sha256, drawn
-
-    assert draw_and_train(True) == draw_and_train(False)
 
 
 class Wanting(Alone):

@@ -14,7 +14,6 @@ from test_loop import (
     SCHEDULE,
     SIZE,
     TARGET,
-    Centred,
     Ears,
     built,
     in_a_world,
@@ -22,6 +21,7 @@ from test_loop import (
 )
 from test_loop import job as job_of_loop
 from test_loop import trained as trained_of_loop
+from test_same_bits import Centred
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_gradients import adversarial
 from test_loop import DATA, built, mse, sgd, trained
+from test_same_bits import adversarial
 from test_trainer import loop, trainer_of
 from torch.utils.data import DataLoader, IterableDataset, Subset
 

@@ -3,24 +3,20 @@ the same in a resumed run, on a newcomer and in every world, or an error that na
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from test_evaluation import HELD_OUT
-from test_loop import INPUT, SCHEDULE, TARGET, built, mse, sgd
-from test_trainer import Fault, in_a_breaking_world, trainer_of
+from test_loop import built, mse, sgd
+from test_same_bits import CHANGES
+from test_same_bits import attributes as scaled
+from test_trainer import in_a_breaking_world, trainer_of
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.state.kinds import check_kinds
-from elastic_trainer.state.layout import LayoutError, byte_ranges, byte_view, decode
+from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.module_attributes import ModuleAttributes, plain_attributes
 from elastic_trainer.training.modes_differ import on_attributes
@@ -29,151 +25,14 @@ Model = torch.nn.Module
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
-@dataclass
-class Config:
-    """What a module reads in forward."""
-
-    gain: float = 1.0
-
-
-class Scaled(Model):
-    """Scales by all that scripts keep in attributes: none is a parameter or a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature, self.kind, self.shift = 1.0, "plain", None
-        self.gains, self.table, self.pair = [1.0, 1.0], {"gain": 1.0}, (1, (1.0, "a"))
-        self.config, self.args = Config(), SimpleNamespace(gain=1.0)
-        self.drops = [torch.nn.Dropout(0.0)]  # no submodule
-        self.inner = torch.nn.ModuleList([torch.nn.Dropout(0.0)])
-        self.count = 0
-        self.shape: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gain = (self.temperature * self.gains[1] * self.table["gain"] * self.pair[1][0]
-                * self.config.gain * self.args.gain * (2.0 if self.kind == "double" else 1.0))
-        x = x * gain + (0.0 if self.shift is None else self.shift)
-        return torch.as_tensor(self.inner[0](self.drops[0](x)))
-
-
-def scaled() -> Any:
-    return built(Scaled())
-
-
-def later(step: int) -> float:
-    return 1.0 + 0.1 * step
-
-
-def to_namespace(module: Any, step: int) -> None:
-    module.args = SimpleNamespace(gain=later(step))
-
-
-CHANGES: dict[str, Callable[[Any, int], Any]] = {
-    "a temperature": lambda m, step: setattr(m, "temperature", later(step)),
-    "numbers of numpy": lambda m, step: (
-        setattr(m, "temperature", numpy.float64(later(step))),
-        setattr(m, "shift", numpy.float32(later(step))),
-        m.gains.__setitem__(1, numpy.linspace(1, 2, 10)[step])),
-    "p of a dropout": lambda m, step: setattr(m.inner[0], "p", 0.1 * (step + 1)),
-    "a module in a list": lambda m, step: setattr(m.drops[0], "p", 0.1 * (step + 1)),
-    "a text, once": lambda m, step: setattr(m, "kind", "double" if step > 1 else "plain"),
-    "None": lambda m, step: setattr(m, "shift", later(step) if step % 2 else None),
-    "a list in place": lambda m, step: m.gains.__setitem__(1, later(step)),
-    "a dict in place": lambda m, step: m.table.update(gain=later(step)),
-    "another dict": lambda m, step: setattr(m, "table", {"gain": later(step), 3: [step]}),
-    "a nested tuple": lambda m, step: setattr(m, "pair", (1, (later(step), "b"))),
-    "a dataclass": lambda m, step: setattr(m.config, "gain", later(step)),
-    "a namespace that is replaced": to_namespace,
-    "a number that is not finite": lambda m, step: (setattr(m, "limit", math.inf),
-                                                    setattr(m, "temperature", later(step))),
-}
-
-
 def run(model: Any, change: Callable[[Any, int], Any], until: int = 6, **more: Any) -> str:
     """Train, and change an attribute behind each step."""
     trainer = trainer_of(model, until=f"{until} steps", **more)
     for step in trainer:
         for batch in step:
             step.backward(mse(model, batch))
-        change(model[2], step.number)
+        change(model, step.number)
     return str(trainer.result.weights_sha256)
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_resumed_run_has_the_attributes_that_were_changed_behind_a_step(
-        name: str, tmp_path: Path) -> None:
-    """The bits are those of a run without a break, and with one micro-batch those of a plain
-    loop."""
-    change = CHANGES[name]
-    torch.set_num_threads(1)
-    straight = run(scaled(), change, microbatches=1)
-    run(scaled(), change, 3, microbatches=1, run_dir=tmp_path)
-    assert run(scaled(), change, microbatches=1, run_dir=tmp_path) == straight
-    ours, plain = scaled(), scaled()
-    run(ours, change, microbatches=1)
-    optimizer = sgd(plain)
-    for step in range(SCHEDULE.steps):
-        chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))
-             for microbatch in range(4)])
-        seed_everything(SCHEDULE.microbatch_seed(step, 0))
-        optimizer.zero_grad()
-        mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
-        optimizer.step()
-        change(plain[2], step)
-    assert all(torch.equal(byte_view(one), byte_view(other))
-               for one, other in zip(ours.parameters(), plain.parameters(), strict=True))
-    assert plain_attributes(ours) == plain_attributes(plain)
-    assert straight != run(scaled(), lambda *_: None, microbatches=1)
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 6])
-def test_attributes_that_are_changed_behind_a_step_are_the_same_in_every_world(
-        size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also through a generation that breaks, in the micro-batches and behind the vote."""
-    alone, points = run(scaled(), CHANGES["a temperature"]), {
-        0: [("step.voted", 1)], 1: [("step.computed", 3)]}
-    models = [scaled() for _ in range(size)]
-    assert in_a_breaking_world(monkeypatch, size, lambda rank: run(
-        models[rank], CHANGES["a temperature"],
-        listeners=[Fault(*points.get(rank, []))])) == [alone] * size
-
-
-def by_step(model: Any, step: Any) -> None:
-    """Set an attribute by the number of the step."""
-    model[2].temperature = later(step.number)
-
-
-def by_numpy(model: Any, step: Any) -> None:
-    """Set an attribute by the number of the step, as a number of numpy, or as a whole number that
-    equals the float that was there."""
-    model[2].temperature = numpy.float32(later(step.number)) if step.number else 1
-
-
-def to_a_cache(model: Any, step: Any) -> None:
-    """Set, in forward, what is the same for each batch."""
-    model[2].shape, model[2].width = (None, 8), 8
-
-
-@pytest.mark.parametrize("size", [2, 3, 6])
-@pytest.mark.parametrize("act", [by_step, by_numpy, to_a_cache])
-def test_what_the_inner_loop_sets_alike_for_each_batch_is_that_of_every_worker(
-        act: Callable[..., None], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a worker that has no micro-batch: what the step's first micro-batch has left."""
-    def work(model: Any, *listeners: Any) -> tuple[str, list[Any]]:
-        trainer, seen = trainer_of(model, listeners=listeners), list[Any]()
-        for step in trainer:
-            for batch in step:
-                act(model, step)
-                step.backward(mse(model, batch))
-            seen.append([model[2].temperature, model[2].shape, vars(model[2]).get("width")])
-        return trainer.result.weights_sha256, seen
-
-    alone, models = work(scaled()), [scaled() for _ in range(size)]
-    assert alone[1][-1] == ([1.0, (None, 8), 8] if act is to_a_cache else [
-        later(5) if act is by_step else numpy.float32(later(5)), None, None])
-    assert in_a_breaking_world(monkeypatch, size, lambda rank: work(
-        models[rank], *[Fault(("step.voted", 1))] * (rank == 1))) == [alone] * size
 
 
 def counts(model: Any, step: Any, batch: Any) -> None:
@@ -223,46 +82,6 @@ def test_an_attribute_that_depends_on_the_batches_of_a_worker_is_an_error(
     assert max(steps, default=-1) == (1 if error is RuntimeError else -1)
 
 
-class Lengths(Model):
-    """Keeps sizes of its batches, and the tensors beside them, as many models do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.longest, self.length = 0, None
-        self.by_length: dict[int, int] = {}
-        self.places: Any = None
-        self.gain = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.shape, self.length, self.width = tuple(x.shape), len(x), x.shape[1]
-        if len(x) > self.longest:
-            self.longest, self.places = len(x), torch.arange(len(x)).cos()
-        self.by_length.setdefault(len(x), len(x) // 2)
-        assert len(self.places) == self.longest
-        return x * self.places[:len(x), None] * self.gain + self.by_length[len(x)]
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_sizes_that_follow_from_the_batch_may_be_kept_in_attributes(
-        size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The length of the last batch, of the longest one, a table by length: the bits are those of
-    one worker, when generations break, when the run is resumed, and beside an attribute that is
-    changed behind the loop."""
-    def gains(module: Any, step: int) -> None:
-        module.gain = later(step)
-
-    alone = run(built(Lengths()), gains)
-    models, points = [built(Lengths()) for _ in range(size)], {
-        0: [("step.voted", 1)], 1: [("step.computed", 3)]}
-    assert in_a_breaking_world(monkeypatch, size, lambda rank: run(
-        models[rank], gains, listeners=[Fault(*points.get(rank, []))])) == [alone] * size
-    monkeypatch.undo()
-    run(built(Lengths()), gains, 3, run_dir=tmp_path)
-    resumed: Any = built(Lengths())
-    assert run(resumed, gains, run_dir=tmp_path) == alone
-    assert resumed[2].gain == later(5) and resumed[2].width == 8
-
-
 @pytest.mark.parametrize("where", ["before", "behind"])
 def test_attributes_that_differ_between_workers_end_the_run(
         where: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +116,7 @@ def test_a_newcomer_has_the_attributes_when_it_has_received_the_state() -> None:
     giver, taker = states
     for name, change in CHANGES.items():
         if "replaced" not in name:
-            change(giver.model[2], 3)  # type: ignore[index]
+            change(giver.model, 3)
     giver.model[2].new = "x"  # type: ignore[index]
     taker.model[2].count = 7  # type: ignore[index]
     packed = giver.packed()
@@ -338,10 +157,10 @@ def test_a_module_that_is_replaced_by_another_kind_is_an_error() -> None:
     """A newcomer would build the first one. Another module of the same kind has other
     attributes."""
     def work(other: Callable[[], Model]) -> str:
-        return run(scaled(), lambda module, step: module.inner.__setitem__(0, other()))
+        return run(scaled(), lambda model, step: model[2].inner.__setitem__(0, other()))
 
-    assert work(lambda: torch.nn.Dropout(0.3)) == run(scaled(), lambda module, step: setattr(
-        module.inner[0], "p", 0.3))
+    assert work(lambda: torch.nn.Dropout(0.3)) == run(scaled(), lambda model, step: setattr(
+        model[2].inner[0], "p", 0.3))
     with pytest.raises(RuntimeError, match=r"2\.inner\.0 was a Dropout when.* now it is Identity"):
         work(torch.nn.Identity)
 

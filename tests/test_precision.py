@@ -19,7 +19,7 @@ from test_evaluation import HELD_OUT
 from test_faults import host
 from test_loop import INPUT, SCHEDULE, TARGET, Ears, adamw, built, mse, trained
 from test_settings import differences
-from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
+from test_trainer import Model, loop, trainer_of
 
 from elastic_trainer import ConfigError
 from elastic_trainer.data.seeds import seed_everything
@@ -112,40 +112,9 @@ def test_the_bits_are_those_of_a_plain_loop_with_autocast(precision: str,
     assert not same(full, made[1])
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_the_bits_are_the_same_in_every_world_and_through_broken_generations(
-        precision: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scale is part of the state; an evaluation has the same numbers, too."""
-    def run(model: Model, **more: Any) -> tuple[str, dict[str, float], Any]:
-        kept = scaler() if precision == "fp16" else None
-        trainer = trainer_of(model, adamw(model), precision=precision, scaler=kept, **more)
-        sha256 = loop(trainer, model)
-        return sha256, trainer.evaluate(HELD_OUT, error_of), kept and kept.state_dict()
-
-    alone, models = run(model_of()), [model_of() for _ in range(size)]
-    points = {0: [("step.voted", 1)], 1: [("step.computed", 3)]}
-    assert in_a_breaking_world(
-        monkeypatch, size, lambda rank: run(
-            models[rank], listeners=[Fault(*points.get(rank, []))])) == [alone] * size
-
-
 def error_of(model: Model, batch: Any) -> dict[str, Any]:
     error = (model(batch[0]) - batch[1]).pow(2)
     return {"error": (error.sum(), error.numel()), "bits": 8 * model(batch[0]).element_size()}
-
-
-def test_fp16_has_a_scaler_whose_state_is_resumed(tmp_path: Path) -> None:
-    """As one that is given."""
-    straight, model = model_of(), model_of()
-    loop(trainer_of(straight, adamw(straight), precision="fp16", run_dir=tmp_path / "straight",
-                    until="6 steps"), straight)
-    for until in ("2 steps", "6 steps"):
-        model = model_of()
-        trainer = trainer_of(model, adamw(model), precision="fp16", run_dir=tmp_path / "again",
-                             until=until, checkpoint_every=1)
-        loop(trainer, model)
-    assert same(straight, model)
 
 
 def test_autocast_is_in_the_warm_up_and_in_evaluations() -> None:

@@ -34,31 +34,6 @@ class Late(Model):
         return x * late
 
 
-MADE = {"a constant": lambda x: torch.linspace(0.5, 2, 8), "of the data": lambda x: x.abs().mean(0),
-        "by chance": lambda x: torch.rand(8)}
-
-
-@pytest.mark.parametrize("what", MADE)
-def test_a_buffer_that_the_first_forward_pass_makes_is_the_first_microbatchs(what: str) -> None:
-    """As in plain PyTorch, whose first batch makes it; the same in a world of any size."""
-    alone, again = (trained(built(Late(MADE[what]))) for _ in range(2))
-    assert again.weights_sha256 == alone.weights_sha256
-    for size in (2, 3, 6) if what != "by chance" else ():  # threads share torch's generator
-        for result in in_a_world(size, lambda rank: job(built(Late(MADE[what])))):
-            assert result.weights_sha256 == alone.weights_sha256
-    assert "2.late" in dict(alone.model.named_buffers())
-
-
-def test_a_buffer_that_the_first_forward_pass_makes_is_in_checkpoints(tmp_path: Path) -> None:
-    """A run that is resumed has it with the values that it had."""
-    def run(middle: Model, **changes: Any) -> str:
-        return trained(built(middle), run_dir=tmp_path / "run", **changes).weights_sha256
-
-    run(Late(MADE["of the data"]), until="2 steps")
-    resumed = run(Late(lambda x: torch.full((8,), 7.0)))
-    assert resumed == trained(built(Late(MADE["of the data"]))).weights_sha256
-
-
 def running_mean(module: Any, x: torch.Tensor) -> None:
     module.late = 0.9 * module.late + 0.1 * x.mean(0)
 
@@ -138,36 +113,6 @@ class Scaled(Model):
             self.scale = scale + 0.01 * x.detach().mean() if not scale.is_complex() else scale * (
                 1 + 0.01j)
         return x * (scale.abs() + 1).float()
-
-
-BUFFERS = {
-    "expanded": lambda: torch.ones(1).expand(8),
-    "overlapping": lambda: torch.arange(9.0).unfold(0, 2, 1)[:, 0],
-    "complex": lambda: torch.polar(torch.ones(8), torch.arange(8.0)),
-    "complex, of double precision": lambda: torch.ones(8, dtype=torch.complex128),
-    "conjugated": lambda: torch.polar(torch.ones(8), torch.arange(8.0)).conj(),
-    "one complex number": lambda: torch.tensor(1j), "transposed": lambda: torch.ones(2, 8).t()[:, 1]
-}
-
-
-@pytest.mark.parametrize("moves", [False, True])
-@pytest.mark.parametrize("kind", BUFFERS)
-def test_a_buffer_takes_part_whatever_its_memory_and_its_numbers_are(kind: str, moves: bool,
-                                                                     tmp_path: Path) -> None:
-    """Expanded, complex: in a world of any size, and after a resume; it keeps its bytes if nothing
-    changes it."""
-    def model() -> Model:
-        return built(Scaled(BUFFERS[kind](), moves))
-
-    rules = {"2.scale": "mean"}
-    alone = trained(model(), buffers=rules)
-    (scale,) = alone.model.buffers()
-    assert torch.equal(scale, BUFFERS[kind]()) != moves
-    for result in in_a_world(3, lambda rank: job(model(), rules=rules)):
-        assert result.weights_sha256 == alone.weights_sha256
-    trained(model(), run_dir=tmp_path / "run", until="3 steps", buffers=rules)
-    assert trained(model(), run_dir=tmp_path / "run",
-                   buffers=rules).weights_sha256 == alone.weights_sha256
 
 
 def test_an_expanded_buffer_stays_one_buffer_when_two_modules_share_it() -> None:

@@ -88,24 +88,6 @@ def test_the_bits_are_those_of_train_when_the_loop_is_the_users(reduce: str) -> 
     assert loop(trainer, model) == reference
 
 
-def test_the_bits_are_plain_pytorchs_when_a_batch_is_one_microbatch() -> None:
-    """The user's loop, without a trainer."""
-    model, plain = built(torch.nn.Dropout(0.1)), built(torch.nn.Dropout(0.1))
-    torch.set_num_threads(1)
-    loop(trainer_of(model, adamw(model), microbatches=1), model)
-    optimizer = adamw(plain)
-    for step in range(SCHEDULE.steps):
-        chosen = torch.cat(
-            [torch.from_numpy(SCHEDULE.microbatch_samples(step, microbatch))
-             for microbatch in range(4)])
-        seed_everything(SCHEDULE.microbatch_seed(step, 0))
-        mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(byte_view(mine), byte_view(theirs))
-
-
 def test_each_step_is_handed_out_once_when_it_is_finished() -> None:
     """With its number, epoch and loss: those of the event."""
     model, ears, seen = built(), Ears(), []
