@@ -1,7 +1,7 @@
 """What a checkpoint costs and what it saves: pause, slow-down, time to published, restore, and a
 restart from zero hosts.
 
-    .venv/bin/python tests/bench/checkpoint.py [--gb 1.0] [--store s3|folder]
+    .venv/bin/python tests/bench/checkpoint.py [--gb 0.25] [--every 20] [--store s3|folder]
 
 There are 4 workers with a state of --gb (weights and Adam's moments) and a real S3 server: Ceph's
 radosgw with objects in memory, at nice 19, because elsewhere it has cores of its own. The peers run
@@ -33,21 +33,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from bounded import bounded
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import s3_servers  # noqa: E402
 from cluster import Cluster  # noqa: E402
 
 PEERS_AT = 7
-CHECKPOINTS = 9
+CHECKPOINTS = 5
 DEADLINE_S = 1800.0
 
 
 def main() -> None:
     """Run the job, kill it, resume it, and print the figures."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--gb", type=float, default=1.0)
-    parser.add_argument("--every", type=int, default=40)
+    parser.add_argument("--gb", type=float, default=0.25)
+    parser.add_argument("--every", type=int, default=20)
     parser.add_argument("--store", choices=("s3", "folder"), default="s3")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, ExitStack() as servers:
@@ -159,4 +161,4 @@ def after(cluster: Cluster, moment: float) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -27,6 +27,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from bounded import bounded
+
 from elastic_trainer.config import Limits
 from elastic_trainer.driver.membership import Membership
 from elastic_trainer.driver.roster import Worker
@@ -211,4 +213,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

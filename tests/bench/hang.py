@@ -1,6 +1,6 @@
 """Is each hang named rightly, and soon? Is a run without hangs left in peace?
 
-    .venv/bin/python tests/bench/hang.py [--quiet-min 30]        (as root: tests/netlab.py)
+    .venv/bin/python tests/bench/hang.py [--quiet-min 3]        (as root: tests/netlab.py)
 
 Six hangs, one after the other, in a run on 4 hosts (namespaces with an sshd and an agent each; the
 first worker of h2 was a standby): SIGSTOP, a regular expression that holds the GIL, a loader that
@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from bounded import bounded
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -192,7 +194,7 @@ def quiet(folder: Path, minutes: float) -> dict[str, Any]:
 def main() -> None:
     """Run both parts and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quiet-min", type=float, default=30.0)
+    parser.add_argument("--quiet-min", type=float, default=3.0)
     parser.add_argument("--hangs", choices=("yes", "no"), default="yes")
     options = parser.parse_args()
     netlab.prepare()
@@ -214,4 +216,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

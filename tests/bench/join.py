@@ -1,6 +1,6 @@
 """How long the survivors pause when a host joins: 4 workers become 5.
 
-    .venv/bin/python tests/bench/join.py [--joins 5] [--cold-joins 3] [--peer-joins 2]
+    .venv/bin/python tests/bench/join.py [--joins 3] [--cold-joins 2] [--peer-joins 1]
 
 The pause is the longest time between two finished steps from the moment the hosts file names the
 fifth host until three steps after it trains, less a step's usual time before. In the cold arm no
@@ -25,6 +25,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from bounded import bounded
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -98,9 +100,9 @@ def peer(folder: Path) -> float:
 def main() -> None:
     """Run both arms and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--joins", type=int, default=5)
-    parser.add_argument("--cold-joins", type=int, default=3)
-    parser.add_argument("--peer-joins", type=int, default=2)
+    parser.add_argument("--joins", type=int, default=3)
+    parser.add_argument("--cold-joins", type=int, default=2)
+    parser.add_argument("--peer-joins", type=int, default=1)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mine = ours(Path(folder), options.joins, standby=1)
@@ -129,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bounded import bounded
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from elastic_trainer.events.log import Events  # noqa: E402
@@ -220,4 +222,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -1,6 +1,6 @@
 """What elasticity costs without faults: our loop against plain DistributedDataParallel.
 
-    .venv/bin/python tests/bench/overhead.py [--steps 40] [--rounds 3]
+    .venv/bin/python tests/bench/overhead.py [--steps 30] [--rounds 2]
 
 2 workers train the demo model with a global batch of 32, with one thread each, over Gloo. The
 variants take turns. A ratio is our samples/s over those of DDP (medians over all steps). Our driver
@@ -25,6 +25,8 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from bounded import bounded
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
@@ -60,8 +62,8 @@ def peer_seconds(settings: dict[str, str], *job: str) -> list[float]:
 def main() -> None:
     """Measure and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     arms = ("ddp", "ddp_same_allocator", "ring", "exact", "exact_loop", "ring_8_microbatches",
             "exact_8_microbatches")
@@ -93,4 +95,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bounded import bounded
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import netlab  # noqa: E402
@@ -112,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

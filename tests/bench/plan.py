@@ -44,6 +44,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from bounded import bounded
+
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.events.summary import read_log
 from elastic_trainer.rehearse.costs import costs_of
@@ -175,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

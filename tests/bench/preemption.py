@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from bounded import bounded
+
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)  # not this folder: discovery.py here would hide the package
 from cluster import JOB, Cluster, weights_alone  # noqa: E402
@@ -153,4 +155,4 @@ def preempted(cluster: Cluster, machines: Machines, events: int) -> dict[str, li
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

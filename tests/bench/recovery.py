@@ -23,6 +23,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from bounded import bounded
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from cluster import Cluster  # noqa: E402
@@ -114,4 +116,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from bounded import bounded
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from cluster import Cluster  # noqa: E402
@@ -65,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

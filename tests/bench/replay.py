@@ -22,6 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from bounded import bounded
+
 POINTS = 3.0
 """How far the forecast may be from the run."""
 TRAINER = [sys.executable, "-m", "elastic_trainer"]
@@ -65,4 +67,4 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -1,6 +1,6 @@
 """A hundred faults in one run of 4 to 6 workers: kill, freeze, leave, join, at random.
 
-    .venv/bin/python tests/bench/soak.py [--faults 100] [--steps-per-fault 150] [--measure-at 100]
+    .venv/bin/python tests/bench/soak.py [--faults 30] [--steps-per-fault 150] [--measure-at 100]
 
 A fault is due each --steps-per-fault steps, but not before 4 workers train again (a new worker
 boots for about 100 steps), so that the run ends by itself soon after the last one. Data take a
@@ -32,6 +32,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+from bounded import bounded
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -52,7 +53,7 @@ meanwhile."""
 def main() -> None:
     """Run the soak and its twin and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--faults", type=int, default=30)
     parser.add_argument("--steps-per-fault", type=int, default=150)
     parser.add_argument("--spare-steps",
                         type=int,
@@ -169,4 +170,4 @@ def training(cluster: Cluster, struck: set[str], listed: list[str]) -> list[str]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

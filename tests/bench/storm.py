@@ -1,7 +1,7 @@
-"""An hour of a real spot fleet in ten minutes: what is left of the work that the hosts present
+"""An hour of a real spot fleet in a few minutes: what is left of the work that the hosts present
 could have done.
 
-    .venv/bin/python tests/bench/storm.py TRACE [--seconds 600] [--hosts 6] [--arm both|ours|peer]
+    .venv/bin/python tests/bench/storm.py TRACE [--seconds 180] [--hosts 6] [--arm both|ours|peer]
     (as root)
 
 TRACE has lines `milliseconds,add|remove,node`, e.g. the p3 trace of uclasystem/bamboo. Its first
@@ -32,6 +32,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from bounded import bounded
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -200,7 +202,7 @@ def main() -> None:
     """Run the arms and print the result."""
     parser = argparse.ArgumentParser()
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--hosts", type=int, default=6)
     parser.add_argument("--arm", choices=("both", "ours", "peer"), default="both")
     options = parser.parse_args()
@@ -227,4 +229,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

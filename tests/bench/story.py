@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from bounded import bounded
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -195,4 +196,4 @@ class Watch:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -1,6 +1,6 @@
 """What a hostile client costs a running fleet: every open port, attacked from many addresses.
 
-    .venv/bin/python tests/bench/strangers.py [--seconds 600] [--hosts 4]      (as root: netlab.py)
+    .venv/bin/python tests/bench/strangers.py [--seconds 240] [--hosts 4]      (as root: netlab.py)
 
 Hosts are namespaces with an sshd and an agent each. The coordinator runs the driver with its
 rendezvous; a job trains on all hosts. One more host attacks (tests/hostile.py) with clients that
@@ -30,6 +30,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from bounded import bounded
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -143,7 +145,7 @@ def print_found(siege: Siege) -> None:
 def main() -> None:
     """Run and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--addresses", type=int, default=200)
     parser.add_argument("--rate", type=float, default=300.0, help="connections a second")
@@ -159,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -43,6 +43,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bounded import bounded
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import s3_servers  # noqa: E402
@@ -183,4 +185,4 @@ def body_of(number: int, size: int) -> bytes:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))

@@ -1,6 +1,6 @@
 """What the size of a world costs: forming it, going on after a kill, taking a newcomer.
 
-    .venv/bin/python tests/bench/world_size.py [--sizes 4,8,16,32,48]
+    .venv/bin/python tests/bench/world_size.py [--sizes 4,16,48]
 
 For each size one run of a tiny job whose workers are real processes, on this machine. `form_s`:
 from the moment at which the last worker stands ready until the first generation trains.
@@ -25,6 +25,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from bounded import bounded
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -80,7 +82,7 @@ def measure(size: int, folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Measure each size and print the result."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", default="4,8,16,32,48")
+    parser.add_argument("--sizes", default="4,16,48")
     sizes = list(map(int, parser.parse_args().sizes.split(",")))
     results = {}
     for size in sizes:
@@ -96,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(bounded(main))
