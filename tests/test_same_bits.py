@@ -245,7 +245,7 @@ LOSSES = {
        for one in (adversarial, penalized, left_over, clipped)},
     "adversarial, first in a later micro-batch": Script(loss=adversarial_late),
     "a loss of one element": Script(loss=lambda model, batch: mse(model, batch).reshape(1)),
-    "a hook that clamps": Script(lambda: hooked(clamp)),
+    "a hook that clamps": Script(lambda: hooked(clamp), micro=False),
     "a hook that replaces": Script(lambda: hooked(halve)),
     "sometimes unused, decay": Script(Branching, lambda model: torch.optim.AdamW(
         model.parameters(), lr=0.05, weight_decay=0.1)),
