@@ -6,7 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from elastic_trainer.driver.past import Past
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.schema import flaw
+from elastic_trainer.views.status import Status
+from elastic_trainer.views.status import status_of as status_of_run
 
 
 def past_of(events: Iterable[dict[str, Any]]) -> Past:
@@ -18,6 +21,11 @@ def past_of(events: Iterable[dict[str, Any]]) -> Past:
         else:
             past.read(event)
     return past
+
+
+def status_of(events: Iterable[dict[str, Any]], name: str = "") -> Status:
+    """Return what `watch` shows after these events."""
+    return status_of_run(Run(name=name).read_all(events))
 
 
 def host_seconds(events: Iterable[dict[str, Any]]) -> float:

@@ -13,8 +13,8 @@ from test_report import JOB, RUN, event, generation, step, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.events.history import history_of
 from elastic_trainer.events.ledger import Account
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.views.prices import Price, Prices, costs, load
 
@@ -103,7 +103,7 @@ def test_steps_that_a_checkpoint_does_not_have_are_redone_ones_and_a_gap_is_no_l
     assert hosts["b"]["seconds"] == {"booting": 5.0, "useful step": 1.0, "redone step": 2.0,
                                      "restarting": 0.5}
     assert hosts["e"]["seconds"] == {"restarting": 2.0, "useful step": 1.0}
-    (redone,) = [period for period in history_of(story).accounts.lane("b")
+    (redone,) = [period for period in Run().read_all(story).closed().hosts.lane("b")
                  if period[0] is Account.REDONE]
     assert redone[1:] == (6.0, 8.0)
 
@@ -156,8 +156,8 @@ def test_failures_do_not_become_fewer_when_a_run_is_resumed() -> None:
        st.lists(st.floats(0, 100), min_size=90, max_size=90))
 def test_the_accounts_close_whatever_the_events(events: list[Event], times: list[float]) -> None:
     """The accounts add up to the lives, and so do the lanes; no second is negative."""
-    accounts = history_of([item | {"time": time} for item, time in
-                           zip(events, times, strict=False)]).accounts
+    accounts = Run().read_all(item | {"time": time} for item, time in
+                              zip(events, times, strict=False)).closed().hosts
     lived_s = sum(end - start for life in accounts.lives.values()
                   for _, start, end in life.periods)
     assert sum(accounts.totals().values()) == pytest.approx(lived_s, abs=1e-6)

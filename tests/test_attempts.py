@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from folds import past_of
+from folds import past_of, status_of
 from hypothesis import given
 from hypothesis import strategies as st
 from netlab import wait_for
@@ -42,7 +42,6 @@ from elastic_trainer.events.log import Events, read_events
 from elastic_trainer.events.segments import compress, segments
 from elastic_trainer.host.processes import is_worker
 from elastic_trainer.views.spans import Spans
-from elastic_trainer.views.status import Status, fold
 
 EXIT_CODES = st.integers(-64, 255)
 OF_THE_WORLD = EXIT_CODES.filter(lambda code: code not in
@@ -449,9 +448,8 @@ def test_a_stop_between_two_attempts_is_logged(
 
 def is_over_after(events: list[dict[str, Any]]) -> tuple[str, bool]:
     """Return the phase that `watch` shows, and whether the export of spans ends."""
-    status, spans = Status(), Spans()
+    status, spans = status_of(events), Spans()
     for event in events:
-        status = fold(status, event)
         list(spans.take(event))
     assert status.is_over == spans.is_over
     return status.phase, spans.is_over

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from folds import status_of
 from rich.console import Console
 from test_verify import eventful
 
@@ -21,7 +22,6 @@ from elastic_trainer.driver.driver import MendedDriver
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.views.fleet_table import print_hosts
-from elastic_trainer.views.status import Status, fold
 from elastic_trainer.views.summary_table import print_summary
 from elastic_trainer.views.watch import Watch, panel, plain_line
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
@@ -98,7 +98,7 @@ EVENTS: list[dict[str, Any]] = [{"event": "run.started", "run": HOSTILE},
 @pytest.mark.parametrize("event", EVENTS, ids=[event["event"] for event in EVENTS])
 def test_watch_shows_them_as_text(event: dict[str, Any], tmp_path: Path) -> None:
     """In its panel, and in its lines where there is no terminal."""
-    status = fold(Status(run="x"), {"time": 1.0, **event})
+    status = status_of([{"time": 1.0, **event}], "x")
     console = terminal()
     console.print(panel(status))
     assert_harmless(written(console), of_rich=True)
@@ -112,8 +112,8 @@ def test_watch_shows_them_as_text(event: dict[str, Any], tmp_path: Path) -> None
 
 def test_watch_shows_the_beginning_of_an_endless_error() -> None:
     """A traceback of 50,000 characters has no place in a panel."""
-    status = fold(Status(),
-                  {"time": 1.0, "event": "state.store_unavailable", "error": "x" * 50_000})
+    status = status_of([
+        {"time": 1.0, "event": "state.store_unavailable", "error": "x" * 50_000}])
     assert len(status.recent[-1]) < 1100
 
 

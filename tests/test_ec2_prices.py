@@ -13,6 +13,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.stub import ANY, Stubber
+from folds import status_of
 from test_accounts import STORY, event
 from test_report import write
 
@@ -22,7 +23,6 @@ from elastic_trainer.events.summary import summarize
 from elastic_trainer.views.ec2_prices import Ec2Prices
 from elastic_trainer.views.host_rows import cells, columns, host_rows
 from elastic_trainer.views.prices import costs
-from elastic_trainer.views.status import Status, fold
 
 KIND, ZONE, OTHER = "p3.2xlarge", "eu-central-1a", "eu-central-1b"
 AT = datetime(2026, 11, 1, tzinfo=timezone.utc).timestamp()
@@ -150,9 +150,7 @@ def test_a_price_that_is_not_known_is_an_error_and_never_0(
 def test_a_view_does_not_wait_for_prices_and_follows_them(stubs: Stubs) -> None:
     """Until AWS has answered a row has none. The reason why AWS does not answer is shown, with the
     last prices."""
-    status = Status()
-    for it in events()[:-1]:
-        status = fold(status, it)
+    status = status_of(events()[:-1])
     prices = Ec2Prices(stubs, ask_s=0.02, again_s=0.02)
     stubs.may_answer.clear()
     prices.follow()

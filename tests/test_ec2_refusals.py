@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from botocore.stub import ANY, Stubber
 from cloud import AWS
+from folds import status_of
 from rich.console import Console
 
 from elastic_trainer.__main__ import main
@@ -42,7 +43,6 @@ from elastic_trainer.discovery.places.ec2_refusals import (
     refusal_of,
 )
 from elastic_trainer.discovery.poll import Poller
-from elastic_trainer.views.status import Status, fold
 from elastic_trainer.views.watch import panel, plain_line
 
 NOW = 1_800_000_000.0
@@ -379,14 +379,14 @@ def test_a_refusal_is_in_the_event_log_the_table_and_watch_until_machines_come(
                      "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests",
                      "L-34B43A08"):
         assert sentence in shown
-    status = fold(Status(run="mine"), event)
+    status = status_of([event], "mine")
     assert "MaxSpotInstanceCountExceeded" in plain_line(status)
     assert "--desired-value 32" in status.recent[-1]
     console = Console(width=400, record=True, file=open("/dev/null", "w"))
     console.print(panel(status))
     assert console.export_text().count("AWS refuses machines (0 of 4 run)") == 2
     assert story.poll(supply(there=4), times=5) == ["launch_refused", "launch_refusal_ended"]
-    status = fold(status, story.events()[-1])
+    status = status_of([event, story.events()[-1]], "mine")
     assert "refuses" not in plain_line(status) and "4 of 4" in status.recent[-1]
     assert "refuses" not in story.shown(capsys)
 

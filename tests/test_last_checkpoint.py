@@ -20,8 +20,8 @@ from elastic_trainer.config import EXIT_UNSAVED, ConfigError, Launch
 from elastic_trainer.driver.actions import End
 from elastic_trainer.driver.driver import exit_code_of
 from elastic_trainer.driver.supervisor import Next, decide_next
-from elastic_trainer.events.lifetime import ends_run
 from elastic_trainer.events.log import Events
+from elastic_trainer.events.run import ends_run
 from elastic_trainer.reduce.sending import Sending
 from elastic_trainer.state.configuration import VARIABLE
 from elastic_trainer.state.forms import CannotKeep

@@ -19,8 +19,8 @@ from test_report import JOB, RUN, event, generation, step, write
 from test_svg import RECORDED, events_of
 from test_web import impatient
 
-from elastic_trainer.events.accounts import Life
-from elastic_trainer.events.history import History, UntilFinished, history_of
+from elastic_trainer.events.host_accounts import Life
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.summary import figures_of, result_of, summarize, summarize_log
 from elastic_trainer.views.drawing import duration
 from elastic_trainer.views.live import Live
@@ -54,18 +54,17 @@ SOLO = [generation(0.0, 1, 0, "fresh", 0.0) | {"worker": "w"},
 
 def follows(events: list[Event]) -> None:
     """Read events one by one, and compare each prefix with its report."""
-    history, gate = History(), UntilFinished()
+    run = Run()
     for count, item in enumerate(events, 1):
-        for through in gate.take(item):
-            history.read(through)
-        reported = history_of(events[:count])
-        closed = history.closed()
-        assert result_of(closed) == (result := result_of(reported))
-        assert closed.books.periods == reported.books.periods
-        lanes = {host: reported.accounts.lane(host) for host in reported.accounts.lives}
-        assert {host: closed.accounts.lane(host) for host in closed.accounts.lives} == lanes
+        run.read(item)
+        reported = Run().read_all(events[:count])
+        assert result_of(run) == (result := result_of(reported))
+        closed, whole = run.closed(), reported.closed()
+        assert closed.periods.all() == whole.periods.all()
+        lanes = {host: whole.hosts.lane(host) for host in whole.hosts.lives}
+        assert {host: closed.hosts.lane(host) for host in closed.hosts.lives} == lanes
         del result["hosts"]
-        assert figures_of(history.closed(is_drawn=False)) == result
+        assert figures_of(run, run.closed(is_drawn=False)) == result
 
 
 @pytest.mark.parametrize("events", [RUN, STORY, RESUMED, SOLO, events_of(RECORDED)[:400]],
@@ -179,20 +178,18 @@ def test_a_read_costs_the_same_when_many_hosts_have_gone(tmp_path: Path,
     are there, of which there are two."""
     counted = []
     for number in (1_000, 10_000):
-        history = History()
-        for item in STORY[:13]:
-            history.read(item)
+        run = Run().read_all(STORY[:13])
         for at in range(number):
             moment = 8.0 + at / 1e3
-            history.read(event(moment, "driver.host_added", host=f"h{at}", slots=1))
-            history.read(step(moment + 4e-4, 2 + 2 * at, step_s=1e-4))
-            history.read(event(moment + 5e-4, "driver.host_removed", host=f"h{at}"))
-            history.read(step(moment + 9e-4, 3 + 2 * at, step_s=1e-4))
-        assert len(history.accounts.lives) == number + 2
+            run.read(event(moment, "driver.host_added", host=f"h{at}", slots=1))
+            run.read(step(moment + 4e-4, 2 + 2 * at, step_s=1e-4))
+            run.read(event(moment + 5e-4, "driver.host_removed", host=f"h{at}"))
+            run.read(step(moment + 9e-4, 3 + 2 * at, step_s=1e-4))
+        assert len(run.accounts.hosts.lives) == number + 2
         copied = list[Life]()
         with monkeypatch.context() as patched:
             patched.setattr(Life, "copy", partialmethod(copy_of, copied, Life.copy))
-            figures_of(history.closed(is_drawn=False))
+            figures_of(run, run.closed(is_drawn=False))
         counted.append(len(copied))
     assert counted[0] == counted[1] <= 2 * 6
 

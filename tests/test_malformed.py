@@ -36,14 +36,14 @@ from elastic_trainer.events.log_shipper import (
     LineRefused,
     TooEarly,
 )
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.schema import MAX_LINE_BYTES, MAX_NAME, flaw, flaw_of_message, parse
 from elastic_trainer.events.segments import LONGEST_LINE_BYTES, Reader
 from elastic_trainer.events.summary import summarize, summarize_log, write_result
 from elastic_trainer.schedule.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
 from elastic_trainer.views.page import page, read
-from elastic_trainer.views.status import Status, fold
+from elastic_trainer.views.status import status_of
 from elastic_trainer.views.summary_table import print_summary
-from elastic_trainer.views.timeline import Timeline
 from elastic_trainer.views.verify import verify
 from elastic_trainer.views.watch import panel, plain_line
 from elastic_trainer.wire.messages import MAX_BODY_BYTES, MessageRefused, MessageServer
@@ -106,10 +106,8 @@ def test_a_malformed_event_is_left_out_and_counted_by_every_reader(tmp_path: Pat
     assert Follower(run_dir).read() == Follower(run_dir).read() == before
     assert write_result(run_dir) == clean | {"skipped_lines": 1}
     assert newest_attempt(run_dir) == max(event.get("attempt") or 0 for event in events)
-    log, timeline, status = Reader(run_dir), Timeline(), Status()
-    for event in timeline.through(log.events()):
-        status = fold(status, event)
-    assert log.malformed == 1 and status.is_over
+    log = Reader(run_dir)
+    assert status_of(Run().read_all(log.events())).is_over and log.malformed == 1
     proves_nothing = line.startswith("{") and ('"worker.left"' in line
                                                or '"driver.worker' in line) and "[[[" not in line
     verdict = verify(run_dir)
@@ -189,9 +187,8 @@ def test_no_reader_fails_whatever_the_log_holds(lines: list[str]) -> None:
         run_dir = Path(folder)
         (run_dir / "events.jsonl").write_text("\n".join(lines) + "\n")
         Follower(run_dir).read()
-        status, events = Status(), read_events(run_dir)
-        for event in events:
-            status = fold(status, event)
+        events = read_events(run_dir)
+        status = status_of(Run().read_all(events))
         assert page([read(run_dir)])
         console = Console(file=io.StringIO(), width=100)
         console.print(panel(status))

@@ -16,8 +16,8 @@ from test_svg import RECORDED, events_of
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.event_kind import PAUSE_PARTS
 from elastic_trainer.events.summary import summarize_log
-from elastic_trainer.views.page import page, read
-from elastic_trainer.views.story import LONGEST_RECOVERIES, NEWEST_EVENTS
+from elastic_trainer.events.told import NEWEST_EVENTS
+from elastic_trainer.views.page import LONGEST_RECOVERIES, page, read
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = "</td><script>alert(1)</script>\x1b[31m"

@@ -23,6 +23,7 @@ from test_verify import Story
 
 from elastic_trainer.commands.command import main
 from elastic_trainer.config import ConfigError
+from elastic_trainer.events.fleet import LiveWorker
 from elastic_trainer.events.log import read_events
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.rehearse.outcome import (
@@ -54,7 +55,6 @@ from elastic_trainer.rehearse.trace import (
     read_trace,
     text_of,
 )
-from elastic_trainer.views.status import LiveWorker
 from elastic_trainer.views.verify import judge
 
 ROOT = Path(__file__).resolve().parent.parent

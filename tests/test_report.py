@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from folds import status_of
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -19,7 +20,7 @@ from elastic_trainer.events.summary import summarize, write_result
 from elastic_trainer.training.account import is_finished
 from elastic_trainer.views.fleet_table import print_hosts
 from elastic_trainer.views.page import page, read
-from elastic_trainer.views.status import RECENT_EVENTS, Status, fold
+from elastic_trainer.views.status import RECENT_EVENTS
 from elastic_trainer.views.summary_table import print_summary
 from elastic_trainer.views.watch import Watch, panel, plain_line
 
@@ -272,13 +273,6 @@ def test_summary_is_readable_at_any_time(events: list[Event]) -> None:
 # --- watch ----------------------------------------------------------------------------------------
 
 
-def status_of(events: list[Event]) -> Status:
-    status = Status()
-    for item in events:
-        status = fold(status, item)
-    return status
-
-
 def sentences(events: list[Event]) -> list[str]:
     """Return a status's sentences about the last events, without the clock."""
     return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in status_of(events).recent]
@@ -424,7 +418,7 @@ def test_an_event_that_makes_no_sense_changes_nothing() -> None:
         {"event": "driver.worker_ready", "worker": "?"},
         {"event": 3},
     ):
-        assert fold(status, odd) == status
+        assert status_of([*RUN[:13], odd]) == status
 
 
 @pytest.mark.parametrize("until", range(0, len(RUN) + 1, 3))

@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from folds import status_of
 
 from elastic_trainer.events.event_kind import EventKind, Level, Phase
 from elastic_trainer.events.event_table import COMMON, GROUPS, KINDS
 from elastic_trainer.events.fields import Field
-from elastic_trainer.events.history import History
 from elastic_trainer.events.log import Events, read_events
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.schema import REQUIRED, fields_of, flaw, misfit, parse_object
 from elastic_trainer.events.sentences import ENDINGS, filled
 from elastic_trainer.events.summary import summarize_log
 from elastic_trainer.renamed import present
 from elastic_trainer.views.events_page import page
-from elastic_trainer.views.status import Status, fold
 from elastic_trainer.views.summary_table import summary_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +131,7 @@ def test_each_sentence_can_be_filled_from_the_declared_fields(kind: EventKind) -
     sentence = filled(kind.sentence, facts)
     if kind.name not in ("driver.worker_gone", "worker.stopped"):
         assert bool(sentence) == (kind.level is not Level.DETAIL)
-    fold(Status(), event)
+    assert status_of([event])
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS, ids=lambda kind: kind.name)
@@ -178,14 +178,14 @@ def test_warnings_and_errors_have_their_level_on_the_line(tmp_path: Path) -> Non
                          ids=lambda kind: kind.name)
 def test_the_time_before_an_event_is_accounted_for_as_the_table_declares(kind: EventKind) -> None:
     """The account of the last period is the one that the event closes."""
-    history = History(run="x", generations=1)
+    run = Run(name="x")
     start = 10.0
-    history.read(example_of(KINDS["worker.generation_started"], time=start, attempt=1))
+    run.read(example_of(KINDS["worker.generation_started"], time=start, attempt=1))
     if kind.name == "run.started":  # no attempt is left open by a stop
-        history.read(example_of(KINDS["attempt.ended"], time=start + 1, attempt=1))
+        run.read(example_of(KINDS["attempt.ended"], time=start + 1, attempt=1))
     attempt = 2 if kind.name in ("attempt.started", "worker.generation_started") else 1
-    history.read(example_of(kind, time=start + 5, duration_s=2.0, attempt=attempt))
-    phase, _, end = history.books.periods[-1]
+    run.read(example_of(kind, time=start + 5, duration_s=2.0, attempt=attempt))
+    phase, _, end = run.accounts.periods.all()[-1]
     assert (phase, end) == (kind.closes, start + 5)
     assert {kind.closes for kind in ALL_KINDS} == {*Phase, None} - {Phase.BOOTING}
 

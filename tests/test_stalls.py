@@ -37,7 +37,7 @@ from elastic_trainer.driver.stalls import (
 )
 from elastic_trainer.driver.stragglers import Stragglers, slowest
 from elastic_trainer.events.mark import PHASES, Mark
-from elastic_trainer.events.standstills import Standstills
+from elastic_trainer.events.summary import summarize
 from elastic_trainer.host import stacks
 from elastic_trainer.wire.heartbeat import At, Heartbeat
 from elastic_trainer.world.session import address_in, unsent_sockets
@@ -487,15 +487,15 @@ def test_who_is_slow_a_little_or_now_and_then_is_no_straggler(
 def test_the_suggested_limit_leaves_what_ended_by_itself_in_peace() -> None:
     """A save of 400 s stood still, had a verdict, and ended: a worker in it is none to replace. A
     hang that ended with its worker does not count."""
-    found = Standstills()
-    step, hang = {"event": "worker.step_committed"}, {"event": "driver.step_stalled",
-                                                      "stood_s": 300.0}
-    for event, now in ((step, 0.0), (hang, 310.0), ({"event": "driver.step_resumed",
-                                                     "stood_s": 390.0}, 399.0), (step, 400.0),
-                       (hang, 800.0), ({"event": "worker.generation_started"}, 9000.0),
-                       (step, 9001.0)):
-        found.step(now) if event is step else found.read(event)
-    assert found.facts()["stalls"] == {"count": 2, "longest_s": 390.0, "suggested_hang_s": 1200}
+    step = {"event": "worker.step_committed", "samples": 8, "loss": 0.5}
+    hang = {"event": "driver.step_stalled", "stood_s": 300.0}
+    began = {"event": "worker.generation_started", "generation": 2, "size": 1, "source": "memory"}
+    found = summarize(
+        event | {"time": now, "run": "x", "attempt": 1, "step": at} for at, (event, now) in
+        enumerate(((step, 0.0), (hang, 310.0), ({"event": "driver.step_resumed",
+                                                 "stood_s": 390.0}, 399.0), (step, 400.0),
+                   (hang, 800.0), (began, 9000.0), (step, 9001.0))))
+    assert found["stalls"] == {"count": 2, "longest_s": 390.0, "suggested_hang_s": 1200}
 
 
 # --- what a worker reports ------------------------------------------------------------------------

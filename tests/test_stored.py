@@ -61,8 +61,8 @@ def resumed(run_dir: Path, steps: int) -> str:
         return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
 
     return train(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), data, loss=loss,
-                 max_steps=steps, global_batch=16, microbatches=4, seed=3, checkpoint_every=3,
-                 run_dir=run_dir).weights_sha256
+                 until=f"{steps} steps", global_batch=16, microbatches=4, seed=3,
+                 checkpoint_every=3, run_dir=run_dir).weights_sha256
 
 
 def test_a_checkpoint_that_names_shards_is_resumed(tmp_path: Path) -> None:

@@ -11,14 +11,13 @@ from xml.etree.ElementTree import Element, fromstring
 import pytest
 
 from elastic_trainer.__main__ import main
+from elastic_trainer.events.accounts import Pause
 from elastic_trainer.events.event_kind import PAUSE_PARTS, Phase
-from elastic_trainer.events.history import history_of
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.summary import result_of
 from elastic_trainer.renamed import present
 from elastic_trainer.views.drawing import FILLS, LEFT, PALE, RIGHT, WIDTH, duration, ticks
 from elastic_trainer.views.run_picture import LEAST_PX, axis_of, bands, file_of, slices
-from elastic_trainer.views.story import recovery_of
-from elastic_trainer.views.timeline import Timeline
 
 RECORDED = Path(__file__).resolve().parent / "data" / "events-0.1.jsonl"
 """A run of four workers: one is killed twice, and new workers join."""
@@ -29,9 +28,8 @@ def events_of(path: Path) -> list[dict[str, Any]]:
 
 
 def drawn(events: list[dict[str, Any]]) -> tuple[str, Element]:
-    timeline = Timeline()
-    history = history_of(timeline.through(events))
-    text = file_of(timeline, history.books.periods, result_of(history))
+    run = Run().read_all(events)
+    text = file_of(run, run.closed().periods.all(), result_of(run))
     return text, fromstring(text)
 
 
@@ -48,7 +46,7 @@ def test_the_picture_of_a_run_shows_each_change_of_its_fleet() -> None:
     text."""
     events = events_of(RECORDED)
     _, root = drawn(events)
-    result = result_of(history_of(events))
+    result = result_of(Run().read_all(events))
     marks = next(it for it in root if it.get("class") == "marks")
     assert len([it for it in of_kind(marks, "mark") if "lost" in it.get("class", "")]) == (
         sum(result["workers_lost"].values())) > 0
@@ -155,7 +153,7 @@ def test_many_pauses_have_a_bounded_number_of_bands_and_none_is_lost() -> None:
     for at in range(10_000):
         periods += [(Phase.TRAINING, at * 10.0, at * 10 + 7.0),
                     (Phase.PAUSING, at * 10 + 7.0, at * 10 + 10.0)]
-        recoveries.append(recovery_of(paused(at * 10 + 10.0, noticing=1.0, redoing=2.0)))
+        recoveries.append(Pause(3.0, at * 10 + 10.0, 1, (1.0, 0.0, 0.0, 0.0, 2.0)))
     axis = axis_of((0.0, 1e5), periods)
     found = bands(periods, recoveries, axis.x)
     assert len(found) <= (RIGHT - LEFT) / LEAST_PX + 1

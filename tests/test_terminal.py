@@ -20,16 +20,17 @@ from typing import Any
 import pytest
 import s3_servers
 from cluster import Cluster
+from folds import status_of
 from rich.console import Console
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.events.history import History, goodput_of
 from elastic_trainer.events.mark import PHASES
 from elastic_trainer.events.now import NOW_FILE, Now, NowReader, WorkerNow
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.views.host_rows import bounded, host_rows
 from elastic_trainer.views.prices import Prices
-from elastic_trainer.views.status import Status, fold
+from elastic_trainer.views.status import Status
 from elastic_trainer.views.watch import QUIT, FullWatch, view, watch
 
 DEADLINE_S = 60.0
@@ -62,13 +63,6 @@ def log(hosts: int = 4) -> list[dict[str, Any]]:
     return [{"time": 1000.0 + at, **event} for at, event in enumerate(events)]
 
 
-def status_of(events: list[dict[str, Any]]) -> Status:
-    status = Status()
-    for event in events:
-        status = fold(status, event)
-    return status
-
-
 def later(**event: Any) -> dict[str, Any]:
     return {"time": 2000.0, **event}
 
@@ -82,14 +76,14 @@ def test_a_host_has_one_state_from_its_boot_to_its_end() -> None:
     leaves the list with a worker, gone without one, and again booting when it comes back."""
     host, worker = "spot-host-000", {"worker": "spot-host-000:0", "host": "spot-host-000",
                                      "pid": 100, "slot": 0}
-    seen = []
-    status = Status()
+    seen, events = [], list[dict[str, Any]]()
     for event in [*log(1), later(event="driver.host_removed", host=host),
                   later(event="driver.worker_gone", **worker, reason="host_lost"),
                   later(event="driver.host_added", host=host, slots=1),
                   later(event="driver.worker_started", **worker),
                   later(event="rehearsal.host_noticed", host=host, notice_s=120.0)]:
-        status = fold(status, event)
+        events.append(event)
+        status = status_of(events)
         if host in states(status) and states(status)[host] not in seen[-1:]:
             seen.append(states(status)[host])
     assert seen == ["idle", "booting", "standby", "training", "draining", "gone", "idle",
@@ -99,23 +93,23 @@ def test_a_host_has_one_state_from_its_boot_to_its_end() -> None:
 
 def test_hosts_that_left_are_bounded_and_a_new_attempt_lists_its_own() -> None:
     """Of a thousand hosts that came and went the last five are known; nothing else is kept."""
-    status = Status()
+    events = list[dict[str, Any]]()
     for number in range(1000):
         name = f"h{number}"
-        for event in (later(event="discovery.host_in", host=name, type="t", id="i", why=""),
-                      later(event="driver.host_added", host=name, slots=1),
-                      later(event="driver.host_removed", host=name),
-                      later(event="discovery.host_out", host=name, id="i", why="")):
-            status = fold(status, event)
+        events += (later(event="discovery.host_in", host=name, type="t", id="i", why=""),
+                   later(event="driver.host_added", host=name, slots=1),
+                   later(event="driver.host_removed", host=name),
+                   later(event="discovery.host_out", host=name, id="i", why=""))
+    status = status_of(events)
     assert [row.host for row in host_rows(status)] == [f"h{it}" for it in range(995, 1000)]
     assert not status.listed and not status.types
-    status = fold(status_of(log()), later(event="attempt.started", attempt=2))
+    status = status_of([*log(), later(event="attempt.started", attempt=2)])
     assert not status.listed and not status.members
 
 
 def test_rows_beyond_the_room_are_counted_by_state() -> None:
     """Each host is in a row or in the count, and what changes comes first."""
-    status = fold(status_of(log(100)), later(event="driver.host_removed", host="spot-host-050"))
+    status = status_of([*log(100), later(event="driver.host_removed", host="spot-host-050")])
     rows, others = bounded(host_rows(status), 10)
     assert rows[0].host == "spot-host-050" and rows[0].state == "draining"
     assert len(rows) == 10 and others == "90 more hosts: 90 spare"
@@ -164,11 +158,9 @@ def test_a_log_that_cannot_be_read_ends_the_view_with_the_reason(tmp_path: Path,
 
 def test_the_goodput_is_that_of_the_report() -> None:
     """Watch and report say the same of the same events."""
-    history = History()
-    for event in log():
-        history.read(event)
-    assert goodput_of(history) == pytest.approx(summarize(log())["goodput"])
-    assert goodput_of(history) is not None and goodput_of(History()) is None
+    run = Run().read_all(log())
+    assert run.goodput == pytest.approx(summarize(log())["goodput"])
+    assert run.goodput is not None and Run().goodput is None
 
 
 class Terminal:

@@ -27,10 +27,9 @@ from elastic_trainer.host.modes import write_text
 from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:
-    from elastic_trainer.events.history import History
+    from elastic_trainer.events.run import Run
     from elastic_trainer.views.far import FarRun
     from elastic_trainer.views.prices import Pricing
-    from elastic_trainer.views.timeline import Timeline
 
 BUCKET = "s3://"
 RUN = "e.g. runs/NAME, or s3://BUCKET/NAME of a fleet"
@@ -41,7 +40,7 @@ _FILES = {"--prices": "the prices of the hosts (TOML), or ec2 to ask AWS, for wh
           "--html": "write the report as one page into this file",
           "--svg": "draw the run into this file",
           "--timeline": "join the timelines of all workers into this file",
-          "--trace": "write the whole run as a Perfetto trace into this file"}
+          "--trace": "write the whole run as trace events (JSON) into this file, for Perfetto"}
 
 
 def add_commands(commands: argparse._SubParsersAction[Any]) -> None:
@@ -222,25 +221,22 @@ def write_page(run_dirs: list[Path], options: argparse.Namespace, prices: Pricin
 
 def show_report(run_dir: Path, options: argparse.Namespace, prices: Pricing | None) -> None:
     """Print the summary of a run, unless another form is asked for, and write its files."""
-    from elastic_trainer.events.summary import read_log
+    from elastic_trainer.events.summary import read_run
+    from elastic_trainer.views.run_trace import told_for_marks, write_trace
     from elastic_trainer.views.summary_table import print_summary
-    from elastic_trainer.views.timeline import Timeline
-    from elastic_trainer.views.tracks import Tracks, write_trace
 
     is_shown = not (options.html or options.json or options.markdown)
     if not (is_shown or options.svg or options.timeline or options.trace):
         return
-    timeline, tracks = Timeline(), Tracks() if options.trace else None
-    history, result = read_log(run_dir, lambda events: timeline.through(
-        tracks.through(events) if tracks else events))
+    run, result = read_run(run_dir, told_for_marks() if options.trace else None)
     if is_shown:
         print_summary(_with_costs(result, prices))
     if options.svg:
-        write_svg(options.svg, timeline, history, result)
+        write_svg(options.svg, run, result)
     show_phases(run_dir, options.timeline, is_shown=is_shown)
-    if tracks:
+    if options.trace:
         with _writes("--trace", options.trace):
-            told = write_trace(tracks, history, run_dir, options.trace)
+            told = write_trace(run, run_dir, options.trace)
         _tell(told, options)
 
 
@@ -259,15 +255,15 @@ def show_phases(run_dir: Path, joined: Path | None, *, is_shown: bool) -> None:
         phases.join(files, joined)
 
 
-def write_svg(file: Path, timeline: Timeline, history: History, result: dict[str, Any]) -> None:
+def write_svg(file: Path, run: Run, result: dict[str, Any]) -> None:
     """Write the picture of a run. Raises ConfigError."""
     from elastic_trainer.views.run_picture import file_of
 
-    if timeline.span is None:
+    if run.span is None:
         raise ConfigError(f"Run {result['run']} has {result['steps']} finished steps, and a "
                           f"picture needs 2. Call the command again later.")
     with _writes("--svg", file):
-        write_text(file, file_of(timeline, history.books.periods, result))
+        write_text(file, file_of(run, run.closed().periods.all(), result))
 
 
 @contextmanager

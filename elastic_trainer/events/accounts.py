@@ -1,354 +1,435 @@
-"""The accounts of each host's seconds, and its lane: what it did, and when.
+"""The accounts of a run: its wall time by phase, the seconds of its hosts, and what losses cost.
 
-history (what the run does) and the log's events of hosts → ledger, here → report
+run (which reads the event log) → here → summary, charts, metrics
 
 What always holds:
-1. Each second of a host's life is on exactly one account. A host lives from its first event (listed
-   by the discovery, or a worker started) until it is neither listed nor has a worker.
-2. A host costs a few numbers for each change of its own, and nothing for a step: the run's seconds
-   are summed for each `Part`, and a host takes the difference since its last change.
-
-What it does not do: follow clocks. The times of the log are those of several machines; a change
-that is dated before the last booking counts from that booking on.
+1. The periods follow each other without a gap, from the first event to the last one. event_table
+   declares the account of the time before an event (`closes`).
+2. A step that was done twice counts once.
+3. The clock never goes back: an event with an earlier time counts as of the latest time before.
+4. A sum costs the same for a log of any length. `closed` costs a few numbers for each host that is
+   there, and for a host that has gone a place in a dict's copy.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Mapping
-from copy import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from elastic_trainer.events.ledger import NO_SECONDS, SHORT_S, Account, Lane, Ledger, Part
+from elastic_trainer.events.event_kind import PAUSE_PARTS, Phase
+from elastic_trainer.events.host_accounts import HostAccounts
+from elastic_trainer.events.ledger import Account
+from elastic_trainer.events.sentences import ENDINGS
+from elastic_trainer.events.steps import Step, Steps
 
-USEFUL, IDLE = Account.USEFUL, Account.IDLE
-"""Each step needs them, and a member of an enum that is looked up costs 0.1 µs."""
-
-
-@dataclass
-class Crew:
-    """The workers of one host, as the events so far tell."""
-
-    slots: int = 0
-    """As the discovery lists it; 0: it does not."""
-    booting: set[str] = field(default_factory=set)
-    ready: set[str] = field(default_factory=set)
-    members: set[str] = field(default_factory=set)
-    spares: set[str] = field(default_factory=set)
-    """The members without a micro-batch."""
-    is_doubtful: bool = False
-    """It was listed when the last attempt ended, and this attempt has not listed it yet."""
-
-    @property
-    def part(self) -> Part | None:
-        """The host's part in the run; None: it is gone."""
-        if self.members - self.spares:
-            return Part.MEMBER
-        if self.members:
-            return Part.SPARE
-        if self.ready:
-            return Part.READY
-        return Part.BOOTING if self.booting or self.slots else None
-
-    def forget(self, worker: str) -> None:
-        for workers in (self.booting, self.ready, self.members, self.spares):
-            workers.discard(worker)
+Event = Mapping[str, Any]
+Attempt = tuple[int, int]
+"""Invocation and attempt: each invocation may count its attempts from 1."""
+Period = tuple[Phase, float, float]
+"""Phase, start, end."""
+ACCOUNTS = {Phase.BOOTING: Account.BOOTING, Phase.TRAINING: Account.IDLE,
+            Phase.PAUSING: Account.FORMING, Phase.RESTARTING: Account.RESTARTING,
+            Phase.STOPPED: Account.STOPPED}
+"""The account of a host's seconds in each phase, where the events say no more."""
+PARTS = dict(zip(PAUSE_PARTS, (Account.NOTICING, Account.FORMING, Account.FORMING,
+                               Account.TRANSFER), strict=False))
+"""The account of each part of a pause. The rest is the step, which is done again."""
 
 
-@dataclass
-class Life:
-    """The booked seconds of one host."""
 
-    part: Part | None = None
-    since: float = 0.0
-    mark: dict[Account, float] = field(default_factory=dict)
-    """What the ledger had of this part then."""
-    seconds: dict[Account, float] = field(default_factory=NO_SECONDS.copy)
-    periods: list[tuple[Part, float, float]] = field(default_factory=list)
+class Pause(NamedTuple):
+    """A pause after a change of the world: it ends with the first step of the next one."""
 
-    def leave(self, ledger: Ledger, now: float) -> None:
-        """Take the seconds of this part, and have none."""
-        if self.part is not None and now > self.since:
-            for account, seconds in ledger.seconds[self.part].items():
-                if taken := seconds - self.mark[account]:
-                    self.seconds[account] += taken
-                    ledger.taken[account] += taken
-            self.periods.append((self.part, self.since, now))
-        self.part = None
-
-    def enter(self, part: Part | None, ledger: Ledger, now: float) -> None:
-        self.leave(ledger, now)
-        if part is not None:
-            self.part, self.since, self.mark = part, now, dict(ledger.seconds[part])
-
-    def copy(self) -> Life:
-        """Return a copy. The mark is shared: none is ever changed."""
-        return Life(self.part, self.since, self.mark, dict(self.seconds), self.periods[:])
-
-
-class Change(NamedTuple):
-    """A change of a host that is not booked yet."""
-
+    duration_s: float
     time: float
-    host: str
-    part: Part | None
-    """Its part from then on."""
-    slots: int = 0
-    """More or fewer."""
-    is_cut: bool = False
-    """The host has been gone since its last change: the seconds since then are not booked."""
+    """Its end."""
+    step: int
+    parts: tuple[float, ...] = ()
+    """The seconds of PAUSE_PARTS. None in a log of version 0.1, which has no worker.pause_ended."""
 
 
-class Accounts:
-    """The accounts of all hosts. `book` and `book_step` are called for each period of the run, in
-    order. A change of a host that is later than the last booking waits until its time is booked."""
+class Periods:
+    """The periods of a run's wall time, one after another."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger()
-        self.crews = defaultdict[str, Crew](Crew)
-        self.lives = defaultdict[str, Life](Life)
-        self._open: dict[str, Life] = {}
-        """The lives that have not ended."""
         self.until = math.inf
-        self.least, self.microbatches = 1, 0
-        """The fewest workers with which the run trains; the micro-batches of a batch, 0:
-        unknown."""
-        self._slots, self._has_list = 0, False
-        self._waiting: deque[Change] = deque()
-        self._steps_from = math.inf
-        self._in_steps = {Account.USEFUL: 0.0, Account.IDLE: 0.0, Account.CHECKPOINT: 0.0}
-        """The seconds since `_steps_from`, which are not in the ledger yet."""
-        self._worlds: list[tuple[int, tuple[str, ...]]] = []
-        """The first step and the hosts of each world."""
-        self._hosts: tuple[str, ...] = ()
+        """The time is booked up to here."""
+        self._past: list[Period] = []
+        self._before = dict.fromkeys(Phase, 0.0)
+        """The seconds of the past periods."""
+        self._phase: Phase | None = None
+        self._since = 0.0
+        """The last period, which goes on."""
 
-    # --- the run ----------------------------------------------------------------------------------
-
-    def book(self, run: Account, until: float) -> None:
-        """Book the time since the last booking."""
-        while self._waiting and self._waiting[0].time <= until:
-            change = self._waiting.popleft()
-            self._advance(run, change.time)
-            self._end_steps()
-            self._slots += change.slots
-            life = self.lives[change.host]
-            if change.is_cut:
-                life.part = None
-            life.enter(change.part, self.ledger, self.until)
-            self._open.pop(change.host, None)
-            if change.part is not None:
-                self._open[change.host] = life
-        self._advance(run, until)
-
-    def book_step(self, step_s: float, checkpoint_s: float, until: float) -> None:
-        """Book a finished step, and before it the time behind the last one."""
-        gap_s = until - step_s - self.until
-        if not self._waiting and 0.0 <= gap_s < SHORT_S and not checkpoint_s:  # nearly all steps
-            if self.until < self._steps_from:
-                self._steps_from = self.until
-            self._in_steps[IDLE] += gap_s
-            self._in_steps[USEFUL] += step_s
-            self.until = until
-            return
-        begins = min(max(self.until, until - step_s), until)
-        pause_ends = min(self.until + checkpoint_s, begins)
-        self.book(Account.CHECKPOINT, pause_ends)
-        self.book(Account.IDLE, begins)
-        self.book(Account.USEFUL, until)
-
-    def _advance(self, run: Account, until: float) -> None:
+    def book(self, phase: Phase, until: float) -> None:
+        """Book the time since the last booking as `phase`."""
         if until <= self.until:
             return
-        seconds = until - self.until
-        if run in self._in_steps and (run is Account.USEFUL or seconds < SHORT_S):
-            self._steps_from = min(self._steps_from, self.until)
-            self._in_steps[run] += seconds
-        else:
-            self._end_steps()
-            has_capacity = self._slots >= self.least or not self._has_list
-            self.ledger.add(run, seconds, has_capacity)
-            self.ledger.show(run, has_capacity, self.until, until)
+        if phase is not self._phase:
+            for period in self._last():
+                self._past.append(period)
+                self._before[period[0]] += period[2] - period[1]
+            self._phase, self._since = phase, self.until
         self.until = until
 
-    def _end_steps(self) -> None:
-        """Move the seconds of the steps into the ledger: a few numbers for many steps."""
-        if math.isinf(self._steps_from):
-            return
-        for account, seconds in self._in_steps.items():
-            self.ledger.add(account, seconds, True)
-            self._in_steps[account] = 0.0
-        self.ledger.show(Account.USEFUL, True, self._steps_from, self.until)
-        self._steps_from = math.inf
+    def all(self) -> list[Period]:
+        """Return all periods. Neighbours have different phases."""
+        return [*self._past, *self._last()]
 
-    def begin_world(self, step: int) -> None:
-        """Note that the members train from this step on."""
-        self._worlds.append((step, self._hosts))
+    def _last(self) -> list[Period]:
+        return [] if self._phase is None else [(self._phase, self._since, self.until)]
 
-    def drop_steps(self, dropped: Mapping[int, float], since: float) -> None:
-        """Book steps (with their seconds) as redone: a start from a checkpoint has dropped them.
-        `since`: the start of the first of them."""
-        self._end_steps()
-        self.ledger.redo(since)
-        firsts, lost = [first for first, _ in self._worlds], dict[int, float]()
-        for step, seconds in dropped.items():
-            world = bisect_right(firsts, step) - 1
-            lost[world] = lost.get(world, 0.0) + seconds
-        for world, seconds in lost.items():
-            for host in self._worlds[world][1] if world >= 0 else ():
-                booked = self.lives[host].seconds
-                moved = min(seconds, booked[Account.USEFUL])
-                for seconds_of in (booked, self.ledger.taken):
-                    seconds_of[Account.USEFUL] -= moved
-                    seconds_of[Account.REDONE] += moved
-        while dropped and self._worlds and self._worlds[-1][0] >= min(dropped):
-            self._worlds.pop()
+    def seconds(self) -> dict[Phase, float]:
+        """Return the seconds of each phase."""
+        found = dict(self._before)
+        for phase, start, end in self._last():
+            found[phase] += end - start
+        return found
 
-    # --- hosts ------------------------------------------------------------------------------------
+    def copy(self, *, is_drawn: bool) -> Periods:
+        """Return a copy; without `is_drawn` it has only the last period, and the same sums."""
+        found = copy(self)
+        found._past, found._before = self._past[:] if is_drawn else [], dict(self._before)
+        return found
 
-    def list_host(self, host: str, slots: int, now: float) -> None:
-        """Take a host of the discovery's list; 0 slots: it is listed no longer."""
-        crew = self.crews[host]
-        self._has_list = True
-        more, crew.slots, crew.is_doubtful = slots - crew.slots, slots, False
-        self._change(host, now, more)
 
-    def start_worker(self, worker: str, host: str, now: float) -> None:
-        self.crews[host].booting.add(worker)
-        self._change(host, now)
+@dataclass
+class Host:
+    """The workers of one host, and their seconds booting and working (from ready until gone)."""
 
-    def ready_worker(self, worker: str, host: str, now: float) -> None:
-        crew = self.crews[host]
-        crew.forget(worker)
-        crew.ready.add(worker)
-        self._change(host, now)
+    workers: int = 0
+    booting_s: float = 0.0
+    working_s: float = 0.0
+    booting: dict[str, float] = field(default_factory=dict)  # worker → since
+    working: dict[str, float] = field(default_factory=dict)  # worker → since
 
-    def end_worker(self, worker: str, host: str, now: float) -> None:
-        self.crews[host].forget(worker)
-        self._change(host, now)
+    def start(self, worker: str, now: float) -> None:
+        self.workers += 1
+        self.booting[worker] = now
 
-    def form(self, members: Mapping[str, str], now: float) -> None:
-        """Take the workers of a new world in the order of their ranks, with their hosts."""
-        self._hosts = tuple(dict.fromkeys(members.values()))
-        spares = list(members)[self.microbatches:] if self.microbatches else []
-        for host, crew in list(self.crews.items()):
-            if crew.is_doubtful:
-                self._cut(host, now)
-            crew.ready |= crew.members
-            crew.members, crew.spares = set(), set()
-        for worker, host in members.items():
-            crew = self.crews[host]
-            crew.forget(worker)
-            crew.members.add(worker)
-            if worker in spares:
-                crew.spares.add(worker)
-        for host in list(self.crews):
-            self._change(host, now)
+    def ready(self, worker: str, now: float) -> None:
+        self._end_boot(worker, now)
+        self.working[worker] = now
 
-    def booted(self) -> list[str]:
-        """Return the workers that are ready, or members."""
-        return [worker for crew in self.crews.values() for worker in crew.ready | crew.members]
+    def gone(self, worker: str, now: float) -> None:
+        self._end_boot(worker, now)
+        self.working_s += now - self.working.pop(worker, now)
 
-    def end_attempt(self, now: float) -> None:
-        """Take the end of all workers. The next attempt lists the hosts that are there."""
-        for host, crew in self.crews.items():
-            if crew.part is not None and not crew.is_doubtful:
-                self.crews[host] = Crew(slots=crew.slots, is_doubtful=True)
-                self._wait(Change(now, host, Part.BOOTING))
-        self._hosts = ()
+    def summary(self, now: float) -> dict[str, Any]:
+        """Return the host's part of result.json, with the workers that still boot or work."""
+        booting_s = self.booting_s + sum(now - since for since in self.booting.values())
+        working_s = self.working_s + sum(now - since for since in self.working.values())
+        return {"workers": self.workers, "booting_s": round(booting_s, 3),
+                "working_s": round(working_s, 3)}
+
+    def _end_boot(self, worker: str, now: float) -> None:
+        self.booting_s += now - self.booting.pop(worker, now)
+
+
+@dataclass
+class Crews:
+    """The workers and the machines of all hosts."""
+
+    hosts: dict[str, Host] = field(default_factory=dict)
+    machines: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Type, zone and lifecycle of each host of a cloud, as far as they are known."""
+    _host_of: dict[str, str] = field(default_factory=dict)
+
+    def of(self, event: Event) -> Host:
+        """Return the host of a worker. Only the worker's first event must name it."""
+        name = self._host_of.setdefault(event["worker"], str(event.get("host", "")))
+        return self.hosts.setdefault(name, Host())
+
+    def name_of(self, worker: str) -> str:
+        """Return the host of a worker. Its name begins with its host (place.py)."""
+        return self._host_of.get(worker) or worker.partition("/")[0]
+
+    def take_machine(self, event: Event) -> None:
+        self.machines[str(event["host"])] = {
+            name: str(event[name]) for name in ("type", "zone", "lifecycle") if event.get(name)}
+
+
+@dataclass
+class Accounts:
+    """A fold over the events of a run. `read` takes each of them."""
+
+    steps: Steps
+    now: float = -math.inf
+    before: float = -math.inf
+    """The time of the newest event before this one while the run went on."""
+    periods: Periods = field(default_factory=Periods)
+    hosts: HostAccounts = field(default_factory=HostAccounts)
+    crews: Crews = field(default_factory=Crews)
+    invocations: int = 0
+    attempts: set[Attempt] = field(default_factory=set)
+    world_of: Attempt | None = None
+    """The attempt that has a world now."""
+    is_booting: bool = True
+    """No world has formed since the last start by a person."""
+    generations: int = 0
+    pauses: list[Pause] = field(default_factory=list)
+    open_pauses: list[Pause] = field(default_factory=list)
+    """Pauses after which no step has ended yet."""
+    kept_steps: int = 0
+    samples: int = 0
+    useful_s: float = 0.0
+    """Of the kept steps."""
+    redone: set[tuple[int, int, int, int]] = field(default_factory=set)
+    """Invocation, attempt, generation, step."""
+    rolled_back: int = 0
+    lost: Counter[str] = field(default_factory=Counter)
+    """Workers lost, by reason."""
+    formed: list[str] = field(default_factory=list)
+    """The members of the newest world, in the order of their ranks."""
+    is_redoing: bool = False
+    """A step that was in flight is being done again."""
+    is_forming_after_loss: bool = False
+    failures: int = 0
+    """Pauses after the loss of a worker."""
+    stalled_s: float = 0.0
+    """In those pauses."""
+    dropped_s: float = 0.0
+    """Of steps that a restart from a checkpoint has dropped, if no person had stopped the run."""
+    finished: Event | None = None
+
+    def read(self, event: Event, before: float) -> None:
+        """Take one more event. `before`: the time of the newest one before it while the run went
+        on."""
+        time = float(event["time"])
+        if self.now < 0.0:  # the first event
+            self.periods.until = self.hosts.until = time
+            before = time
+        self.before = before
+        self.now = max(self.now, time)
+        if reader := _READERS.get(event["event"]):
+            reader(self, event)
 
     def close(self) -> None:
-        """End the lives of all hosts, at the time of the last booking."""
-        for host, crew in list(self.crews.items()):
-            if crew.is_doubtful:
-                self._cut(host, self.until)
-        self.book(Account.IDLE, self.until)
-        self._end_steps()
-        for life in self._open.values():
-            life.leave(self.ledger, self.until)
-        self._open = {}
+        """Book the time up to the last event."""
+        if math.isinf(self.now):
+            return
+        self._close_pauses()
+        if self.world_of is not None:
+            self._book(Phase.TRAINING, self.now)
+        self._leave_world()
+        self.hosts.close()
 
-    def copy(self, *, is_drawn: bool) -> Accounts:
-        """Return a copy that can be closed while this one goes on.
+    def closed(self, *, is_drawn: bool) -> Accounts:
+        """Return the closed accounts of the events so far; these read on.
 
-        What a close does not change is shared: crews, worlds, and the lives that have ended.
+        Without `is_drawn` they have the sums, and no periods and lanes to draw.
         """
         found = copy(self)
-        found.ledger, found._in_steps = self.ledger.copy(is_drawn=is_drawn), dict(self._in_steps)
-        found.crews, found._waiting = self.crews.copy(), self._waiting.copy()
-        changing = {*self._open, *(change.host for change in self._waiting)}
-        copies = {host: self.lives[host].copy() for host in changing if host in self.lives}
-        found.lives = defaultdict(Life, {**self.lives, **copies})
-        found._open = {host: found.lives[host] for host in self._open}
+        found.periods = self.periods.copy(is_drawn=is_drawn)
+        found.hosts = self.hosts.copy(is_drawn=is_drawn)
+        found.pauses, found.open_pauses = self.pauses[:], self.open_pauses[:]
+        found.close()
         return found
 
-    def _cut(self, host: str, now: float) -> None:
-        """End the life of a host that went with its attempt: the next one has not listed it."""
-        self._wait(Change(now, host, None, -self.crews.pop(host).slots, is_cut=True))
-
-    def _change(self, host: str, now: float, slots: int = 0) -> None:
-        part = self.crews[host].part
-        if part is None:
-            del self.crews[host]  # each machine of a cloud has a name of its own: there are many
-        before = next((change.part for change in reversed(self._waiting) if change.host == host),
-                      self.lives[host].part)
-        if part is not before or slots:
-            self._wait(Change(now, host, part, slots))
-
-    def _wait(self, change: Change) -> None:
-        last = self._waiting[-1].time if self._waiting else self.until
-        earliest = change.time if math.isinf(last) else last
-        self._waiting.append(change._replace(time=max(change.time, earliest)))
-
-    # --- what is read -----------------------------------------------------------------------------
-
-    def totals(self) -> dict[Account, float]:
-        """Return the seconds of all hosts together."""
-        found = dict(self.ledger.taken)
-        for host, life in self._open.items():
-            for account, seconds in self.seconds(host).items():
-                found[account] += seconds - life.seconds[account]
+    def frozen(self) -> Accounts:
+        """Return the closed accounts, which share nothing that a later event changes."""
+        found = self.closed(is_drawn=True)
+        for name in ("crews", "attempts", "redone", "lost"):
+            setattr(found, name, deepcopy(getattr(self, name)))
         return found
 
-    def seconds(self, host: str) -> dict[Account, float]:
-        """Return the seconds of a host up to the last booking, by account."""
-        life = self.lives[host]
-        if life.part is None:
-            return life.seconds
-        self._end_steps()
-        now = self.ledger.seconds[life.part]
-        return {account: seconds + now[account] - life.mark[account]
-                for account, seconds in life.seconds.items()}
+    def share(self, *without: Phase) -> float | None:
+        """Return the time of the kept steps, by the booked time without some phases; None if that
+        is 0 s."""
+        time_s = sum(s for phase, s in self.periods.seconds().items() if phase not in without)
+        return min(1.0, self.useful_s / time_s) if time_s > 0 else None
 
-    def lives_of(self, host: str) -> list[tuple[float, float]]:
-        """Return the start and end of each life of a host, up to the last booking."""
-        found: list[tuple[float, float]] = []
-        life = self.lives[host]
-        open_one = [] if life.part is None else [(life.part, life.since, self.until)]
-        for _, start, end in (*life.periods, *open_one):
-            if found and found[-1][1] == start:
-                found[-1] = found[-1][0], end
-            else:
-                found.append((start, end))
-        return found
+    def _run_started(self, event: Event) -> None:
+        self.invocations += 1
+        self._book(Phase.RESTARTING, self.before)
+        self.hosts.end_attempt(self.before)
+        self._book(Phase.STOPPED, self.now)
+        self.is_booting = True
+        self.hosts.least = least_workers(event.get("options"))
+        self.world_of = None
 
-    def lane(self, host: str) -> Lane:
-        """Return what a host did. There is a gap while the host was gone."""
-        self._end_steps()
-        found: Lane = []
-        life = self.lives[host]
-        periods = life.periods if life.part is None else [
-            *life.periods, (life.part, life.since, self.until)]
-        for part, start, end in periods:
-            lane = self.ledger.lanes[part]
-            at = bisect_right(lane, start, key=lambda period: period[2])
-            while at < len(lane) and lane[at][1] < end:
-                account, begin, until = lane[at][0], max(lane[at][1], start), min(lane[at][2], end)
-                if found and found[-1][0] is account and found[-1][2] == begin:
-                    found[-1] = account, found[-1][1], until
-                else:
-                    found.append((account, begin, until))
-                at += 1
-        return found
+    def _attempt_started(self, event: Event) -> None:
+        self.attempts.add(self._attempt(event))
+        self._leave_world()
+        self.hosts.end_attempt(self.now)
+
+    def _attempt_ended(self, event: Event) -> None:
+        if event.get("verdict") == "interrupted" and self.world_of is not None:
+            self._close_pauses()
+            self._book(Phase.TRAINING, self.now)  # a person stopped it: nothing is lost
+        self._leave_world()
+
+    def _generation_formed(self, event: Event) -> None:
+        self.is_forming_after_loss = event.get("reason") == "death"
+        self._form(event.get("workers") or self.hosts.booted())
+
+    def _form(self, workers: Iterable[str]) -> None:
+        self.formed = [str(worker) for worker in workers]
+        self.hosts.form({worker: self.crews.name_of(worker) for worker in self.formed}, self.now)
+
+    def _generation_started(self, event: Event) -> None:
+        attempt, step = self._attempt(event), int(event["step"])
+        if attempt == self.world_of:  # a worker.pause_ended may follow
+            self.open_pauses.append(Pause(float(event.get("pause_s") or 0.0), self.now, step))
+        else:
+            self._leave_world()
+        self.generations += 1
+        self.attempts.add(attempt)
+        self.world_of = attempt
+        worker = str(event.get("worker") or "")
+        if worker and not self.formed:  # without our driver nobody tells the members
+            self._form([worker])
+        self._drop_steps(step)
+        self.is_booting = False
+        self.hosts.begin_world(step)
+
+    def _drop_steps(self, first: int) -> None:
+        """Take back the steps that a start from a checkpoint has dropped."""
+        if not (dropped := self.steps.drop(first)):
+            return
+        self.kept_steps -= len(dropped)
+        self.samples -= sum(step.samples for step in dropped)
+        for step in dropped:
+            self.useful_s -= step.seconds
+            self.dropped_s += 0.0 if self.is_booting else step.seconds
+        self.hosts.drop_steps({step.number: step.seconds for step in dropped},
+                              min(step.end - step.seconds for step in dropped))
+        self.rolled_back += len(dropped)
+        self.finished = None
+
+    def _step_redone(self, event: Event) -> None:
+        self.redone.add((*self._attempt(event), self.generations, int(event["step"])))
+        self.is_redoing = True
+
+    def _job_described(self, event: Event) -> None:
+        self.hosts.microbatches = int(event["microbatches"])
+        if self.finished and event.get("steps") != self.finished["steps"]:
+            self.finished = None  # resumed with more steps
+
+    def _run_finished(self, event: Event) -> None:
+        self.finished = event
+        self._close_pauses()
+        self._book(Phase.TRAINING, self.now)
+
+    def _step_committed(self, event: Event) -> None:
+        if self.open_pauses and not event.get("repeated"):
+            self._close_pauses()
+        step_s = float(event.get("step_s") or 0.0)
+        self._keep(event, step_s, event["samples"], float(event["loss"]))
+        if not self.open_pauses:
+            self._book_step(step_s, float(event.get("checkpoint_s") or 0.0))
+
+    def _commit_kept(self, event: Event) -> None:
+        """Take a commit of a script in Horovod's own style: it says nothing of samples or loss."""
+        if not self.steps:
+            self.steps.counts_samples = False
+        commit_s = float(event["commit_s"])
+        self._keep(event, commit_s, 0, math.nan)
+        if not self.open_pauses:
+            self._book_step(commit_s, 0.0)
+
+    def _keep(self, event: Event, step_s: float, samples: int, loss: float) -> None:
+        """Keep a step, unless its line has come before."""
+        if self.steps.add(Step(event["step"], self.now, step_s, samples, loss),
+                          is_repeated=bool(event.get("repeated"))):
+            self.kept_steps += 1
+            self.samples += samples
+            self.useful_s += step_s
+
+    def _book_step(self, step_s: float, checkpoint_s: float) -> None:
+        self.is_redoing = False
+        self.hosts.book_step(step_s, checkpoint_s, self.now)
+        self.periods.book(Phase.TRAINING, self.now)
+
+    def _pause_ended(self, event: Event) -> None:
+        self.open_pauses.clear()
+        self._pause(Pause(float(event["duration_s"]), self.now, int(event.get("step") or 0), tuple(
+            float(event.get(f"{part}_s") or 0.0) for part in PAUSE_PARTS)))
+
+    def _pause(self, pause: Pause) -> None:
+        self.pauses.append(pause)
+        seconds, end = pause.duration_s, pause.time
+        if self.is_forming_after_loss:
+            self.failures, self.stalled_s = self.failures + 1, self.stalled_s + seconds
+        # What is left of the time since the last step is the usual time of this one.
+        self._book(Phase.TRAINING, end - seconds, Account.USEFUL)
+        until = end - seconds
+        for part, account in zip(pause.parts, PARTS.values(), strict=False):
+            until += part
+            self._book(Phase.PAUSING, min(until, end), account)
+        self._book(Phase.PAUSING, end,
+                   Account.REDONE if pause.parts and self.is_redoing else Account.FORMING)
+        self.is_redoing = False
+
+    def _close_pauses(self) -> None:
+        """Book the pauses that have no worker.pause_ended (version 0.1)."""
+        for pause in self.open_pauses:
+            self._pause(pause)
+        self.open_pauses.clear()
+
+    def _worker(self, event: Event) -> None:
+        """Take a worker's start, the end of its boot, or its end."""
+        worker, crew, now = event["worker"], self.crews.of(event), self.now
+        host = self.crews.name_of(worker)
+        match event["event"]:
+            case "driver.worker_started":
+                crew.start(worker, now)
+                self.hosts.start_worker(worker, host, now)
+            case "driver.worker_ready":
+                crew.ready(worker, now)
+                self.hosts.ready_worker(worker, host, now)
+            case _:
+                crew.gone(worker, now)
+                self.hosts.end_worker(worker, host, now)
+                reason = str(event.get("reason"))
+                if reason in ENDINGS and ENDINGS[reason].is_lost:
+                    self.lost[reason] += 1
+
+    def _leave_world(self) -> None:
+        self._close_pauses()
+        self._book(Phase.RESTARTING, self.now)
+        self.world_of = None
+
+    def _attempt(self, event: Event) -> Attempt:
+        return (self.invocations, int(event["attempt"]))
+
+    def _book(self, phase: Phase, until: float, account: Account | None = None) -> None:
+        if phase is Phase.RESTARTING and self.is_booting:
+            phase = Phase.BOOTING
+        self.hosts.book(account or ACCOUNTS[phase], until)
+        self.periods.book(phase, until)
+
+
+_READERS: dict[str, Callable[[Accounts, Event], None]] = {
+    "run.started": Accounts._run_started,
+    "attempt.started": Accounts._attempt_started,
+    "attempt.ended": Accounts._attempt_ended,
+    "discovery.host_in": lambda accounts, event: accounts.crews.take_machine(event),
+    "driver.host_added": lambda accounts, event: accounts.hosts.list_host(
+        event["host"], int(event["slots"]), accounts.now),
+    "driver.host_removed": lambda accounts, event: accounts.hosts.list_host(
+        event["host"], 0, accounts.now),
+    "driver.generation_formed": Accounts._generation_formed,
+    "job.described": Accounts._job_described,
+    "worker.generation_started": Accounts._generation_started,
+    "worker.step_redone": Accounts._step_redone,
+    "worker.step_committed": Accounts._step_committed,
+    "worker.commit_kept": Accounts._commit_kept,
+    "worker.pause_ended": Accounts._pause_ended,
+    "run.finished": Accounts._run_finished,
+    **dict.fromkeys(("driver.worker_started", "driver.worker_ready", "driver.worker_gone"),
+                    Accounts._worker),
+}
+
+
+def least_workers(options: Any) -> int:
+    """Return --min-np of a run's options; 1 if they do not have it."""
+    words = (options if isinstance(options, Mapping) else {}).get("horovodrun") or []
+    with suppress(ValueError, LookupError, TypeError):
+        return int(words[words.index("--min-np") + 1])
+    return 1

@@ -278,9 +278,9 @@ _WORLD = (
     EventKind(
         "worker.pause_ended", DETAIL,
         "The first step after a change of the world is done. The parts add up to `duration_s`.",
-        (*reads(duration_s=SECONDS), *has(step=STEP, noticing_s=SECONDS, deciding_s=SECONDS,
-                                          forming_s=SECONDS, transfer_s=SECONDS,
-                                          redoing_s=SECONDS)), closes=Phase.PAUSING),
+        (*reads(duration_s=SECONDS), *may_read(step=STEP, noticing_s=SECONDS, deciding_s=SECONDS,
+                                               forming_s=SECONDS, transfer_s=SECONDS,
+                                               redoing_s=SECONDS)), closes=Phase.PAUSING),
     EventKind(
         "worker.step_committed", DETAIL,
         "A step is done. `repeated`: a new rank 0 writes the line of the last step again. "

@@ -1,6 +1,6 @@
 """The accounts of a host's seconds, and the seconds of a run by them.
 
-accounts (which books the run's seconds) → here
+host_accounts (which books the run's seconds) → here
 
 What always holds: a second of the run is on one account for each part that a host may have in it.
 So a host of that part costs nothing for a step: it takes the difference since its last change.

@@ -2,7 +2,7 @@
 
     elastic-trainer report runs/NAME
 
-Where it stands: event log → history → here → result.json; summary_table prints it.
+Where it stands: event log → run → here → result.json; summary_table prints it.
 
 What always holds:
 1. The books close: booting + training + pausing + restarting + stopped = wall_s, to the rounding.
@@ -20,17 +20,18 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.events.books import Host
+from elastic_trainer.events.accounts import Accounts, Event, Host
 from elastic_trainer.events.event_kind import Phase
-from elastic_trainer.events.history import Event, History, history_of
 from elastic_trainer.events.ledger import Account
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.schema import UNREADABLE
 from elastic_trainer.events.segments import Reader
+from elastic_trainer.events.told import Told
 from elastic_trainer.host.modes import write_text
 
 RESULT_FILE = "result.json"
@@ -40,10 +41,10 @@ COMPRESSION = ("compress", "sent_bytes", "uncompressed_bytes", "relative_error")
 
 def summarize(events: Iterable[Event]) -> dict[str, Any]:
     """Return the content of result.json: a pure function of a run's events, which are read once."""
-    return result_of(history_of(events))
+    return result_of(Run().read_all(events))
 
 
-def result_of(history: History) -> dict[str, Any]:
+def result_of(run: Run) -> dict[str, Any]:
     """Return the content of result.json.
 
     steps, samples, loss: of the kept history, without steps that a start from a checkpoint dropped.
@@ -63,7 +64,11 @@ def result_of(history: History) -> dict[str, Any]:
         restarts, steps done twice and time between steps lower it. 0 if no training began.
     compression: what a worker sends of its gradients in each step in 16 bits and without, in bytes,
         and the relative error of the cast, as last measured. Only with `compress`.
-    stalls, slow_hosts: see standstills.py. clock_set_back: see books.py. Only if there was one.
+    stalls: how often the driver found that a step stood still, the longest time in seconds, and the
+        `hang_s` that fits this run. Only if there was one, as the next two.
+    slow_hosts: how many times longer than its peers a worker on the host computed.
+    clock_set_back: by how many seconds an event is earlier than one before it, the event's name,
+        and its time. The events count as of the latest time before.
     ettr: effective training time ratio: the sum of step_s of the kept steps / (wall_s - stopped_s).
         Unlike goodput it counts the boots (Kokolis et al., arXiv 2410.21680).
     failures: pauses that the loss of a worker caused, and attempts behind the first one of an
@@ -74,64 +79,87 @@ def result_of(history: History) -> dict[str, Any]:
     hosts: the workers of each, and their seconds booting and working (from ready until gone), and
         by account. Of a cloud's machine also type, zone, lifecycle, and start and end of its lives.
     """
-    return figures_of(history) | {"hosts": hosts_of(history)}
+    accounts = run.closed(is_drawn=True)
+    return figures_of(run, accounts) | {"hosts": hosts_of(accounts)}
 
 
-def figures_of(history: History) -> dict[str, Any]:
-    """Return the content of result.json without its hosts: it costs the same for any log."""
-    newest, share = history.kept.get(history.next - 1), history.books.share
-    samples, loss = history.samples, newest[1] if newest and history.samples else None
-    books = {f"{phase.value}_s": seconds for phase, seconds in history.books.seconds().items()}
+def figures_of(run: Run, accounts: Accounts) -> dict[str, Any]:
+    """Return the content of result.json without its hosts: it costs the same for any log.
+
+    `accounts`: those of the run, closed.
+    """
+    newest, samples = run.steps.newest, accounts.samples
+    loss = newest.loss if newest and samples else None
+    books = {f"{phase.value}_s": seconds for phase, seconds in accounts.periods.seconds().items()}
     wall_s = sum(books.values())
-    finished = history.finished or {}
+    finished = accounts.finished or {}
     return {
-        "run": history.run,
-        "finished": history.finished is not None,
-        "steps": finished.get("steps", len(history.kept)),
+        "run": run.name,
+        "finished": accounts.finished is not None,
+        "steps": finished.get("steps", accounts.kept_steps),
         "samples": finished.get("samples", samples),
         "loss": finished.get("loss", loss),
         "weights_sha256": finished.get("weights_sha256"),
-        "attempts": len(history.attempts),
-        "generations": history.generations,
-        "steps_redone": len(history.redone) + history.rolled_back,
-        "steps_rolled_back": history.rolled_back,
+        "attempts": len(accounts.attempts),
+        "generations": accounts.generations,
+        "steps_redone": len(accounts.redone) + accounts.rolled_back,
+        "steps_rolled_back": accounts.rolled_back,
         "wall_s": round(wall_s, 3),
-        "goodput": round(share(history.useful_s, Phase.BOOTING, Phase.STOPPED) or 0.0, 4),
-        "ettr": round(share(history.useful_s, Phase.STOPPED) or 0.0, 4),
-        **_failures(history, books["restarting_s"]),
+        "goodput": round(accounts.share(Phase.BOOTING, Phase.STOPPED) or 0.0, 4),
+        "ettr": round(accounts.share(Phase.STOPPED) or 0.0, 4),
+        **_failures(accounts, books["restarting_s"]),
         "books": {key: round(seconds, 3) for key, seconds in books.items()},
-        "host_seconds": _named(history.accounts.totals()),
-        "pauses": history.pauses,
-        "workers_lost": dict(history.lost),
-        **history.standstills.facts(),
-        **history.clock.facts(),
-        **({"compression": {name: history.compressed.get(name) for name in COMPRESSION}}
-           if history.compressed else {}),
+        "host_seconds": _named(accounts.hosts.totals()),
+        "pauses": [round(pause.duration_s, 3) for pause in accounts.pauses],
+        "workers_lost": dict(accounts.lost),
+        **_remarks(run),
     }
 
 
-def _failures(history: History, restarting_s: float) -> dict[str, Any]:
+def _remarks(run: Run) -> dict[str, Any]:
+    """Return what only some runs have."""
+    found: dict[str, Any] = {}
+    if (stalls := run.stalls).count:
+        found["stalls"] = {"count": stalls.count, "longest_s": round(stalls.longest_s, 1),
+                           "suggested_hang_s": stalls.suggested_hang_s}
+    if stalls.slow:
+        found["slow_hosts"] = {host: round(min(times, 1e6), 2)
+                               for host, times in stalls.slow.items()}
+    if run.set_back:
+        by_s, event = run.set_back
+        found["clock_set_back"] = {"by_s": round(by_s, 1), "event": str(event["event"]),
+                                   "time": float(event["time"])}
+    if run.compressed:
+        found["compression"] = {name: run.compressed.get(name) for name in COMPRESSION}
+    return found
+
+
+def _failures(accounts: Accounts, restarting_s: float) -> dict[str, Any]:
     """Return how often the run stood still because of a loss, and for how long each time."""
-    restarts = len(history.attempts) - len({invocation for invocation, _ in history.attempts})
-    failures = history.failures + restarts
-    lost_s = history.stalled_s + history.dropped_s + restarting_s
+    restarts = len(accounts.attempts) - len({invocation for invocation, _ in accounts.attempts})
+    failures = accounts.failures + restarts
+    lost_s = accounts.stalled_s + accounts.dropped_s + restarting_s
     return {"failures": failures,
             "stall_per_failure_s": round(lost_s / failures, 3) if failures else None}
 
 
-def hosts_of(history: History) -> dict[str, Any]:
+def host_names(accounts: Accounts) -> set[str]:
+    """Return the names of all hosts of a run."""
+    return {*accounts.crews.hosts, *accounts.hosts.lives}
+
+
+def hosts_of(accounts: Accounts) -> dict[str, Any]:
     """Return the hosts of result.json."""
-    names = history.fleet.hosts.keys() | history.accounts.lives.keys()
-    return {name: _host(history, name) for name in sorted(names)}
+    return {name: _host(accounts, name) for name in sorted(host_names(accounts))}
 
 
-def _host(history: History, name: str) -> dict[str, Any]:
-    host, accounts = history.fleet.hosts.get(name, Host()), history.accounts
-    seconds = accounts.seconds(name) if name in accounts.lives else {}
-    machine: dict[str, Any] = dict(history.fleet.machines.get(name, {}))
-    if machine and name in accounts.lives:
-        machine["lives"] = [[round(at, 3) for at in life] for life in accounts.lives_of(name)]
-    return {**host.summary(history.now), **machine, "seconds": _named(seconds)}
+def _host(accounts: Accounts, name: str) -> dict[str, Any]:
+    crew, hosts = accounts.crews.hosts.get(name, Host()), accounts.hosts
+    seconds = hosts.seconds(name) if name in hosts.lives else {}
+    machine: dict[str, Any] = dict(accounts.crews.machines.get(name, {}))
+    if machine and name in hosts.lives:
+        machine["lives"] = [[round(at, 3) for at in life] for life in hosts.lives_of(name)]
+    return {**crew.summary(accounts.now), **machine, "seconds": _named(seconds)}
 
 
 def _named(seconds: Mapping[Account, float]) -> dict[str, float]:
@@ -139,26 +167,25 @@ def _named(seconds: Mapping[Account, float]) -> dict[str, float]:
     return {account.value: round(spent, 3) for account, spent in seconds.items() if spent > 5e-4}
 
 
-def read_log(run_dir: str | Path, through: Callable[[Iterable[Event]], Iterable[Event]] = iter
-             ) -> tuple[History, dict[str, Any]]:
-    """Read a run's event log once; return its history and the content of result.json.
+def read_run(run_dir: str | Path, told: Told | None = None) -> tuple[Run, dict[str, Any]]:
+    """Read a run's event log once; return the run and the content of result.json.
 
-    `through` gets the events, too. skipped_lines: torn and malformed lines, which are left out.
+    skipped_lines: torn and malformed lines, which are left out.
     unknown_events: events that event_table does not have, e.g. of a newer version.
     segments_left_out: the segments of the log that are missing or cannot be read to their end, with
     the reason; only if there is one.
     """
     log = Reader(Path(run_dir))
-    history = history_of(through(log.events(to_the_end=True)))
-    history.run = history.run or Path(run_dir).resolve().name
+    run = Run(told=told or Told()).read_all(log.events(to_the_end=True))
+    run.name = run.name or Path(run_dir).resolve().name
     counts = {"skipped_lines": log.malformed, "unknown_events": log.unknown}
     holes = {"segments_left_out": log.left_out} if log.left_out else {}
-    return history, result_of(history) | counts | holes
+    return run, result_of(run) | counts | holes
 
 
 def summarize_log(run_dir: str | Path) -> dict[str, Any]:
     """Return the content of result.json of a run's event log."""
-    return read_log(run_dir)[1]
+    return read_run(run_dir)[1]
 
 
 def json_of(content: Any) -> str:

@@ -256,7 +256,7 @@ def room_of(cores: int, memory_bytes: int) -> int:
 def rehearse(wanted: Rehearsal) -> int:
     """Play the trace, judge the run, and print the judgement; returns the exit code."""
     from elastic_trainer.events.segments import Reader
-    from elastic_trainer.events.summary import read_log
+    from elastic_trainer.events.summary import summarize_log
     from elastic_trainer.views.verify import verify
 
     run_dir = wanted.run_dir
@@ -272,7 +272,7 @@ def rehearse(wanted: Rehearsal) -> int:
     twin = train_twin(wanted) if wanted.has_twin and code == 0 else None
     if code:
         print_end(run_dir / OUTPUT)
-    _, result = read_log(run_dir)
+    result = summarize_log(run_dir)
     if code and not result["steps"]:
         print(f"rehearsal FAILED: its run ended with exit code {code}, before its first step. The "
               f"reason is above", flush=True)

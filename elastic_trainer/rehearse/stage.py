@@ -23,12 +23,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from elastic_trainer.events.fleet import LiveWorker
 from elastic_trainer.events.log import Events
 from elastic_trainer.host.modes import make_folder, write_text
 from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.host.processes import is_worker
 from elastic_trainer.rehearse.timetable import Moment
-from elastic_trainer.views.status import LiveWorker, Status
+from elastic_trainer.views.status import Status
 
 DISCOVERY = Path(__file__).resolve().parent.parent / "discovery" / "__main__.py"
 TURN_S = 0.1

@@ -1,6 +1,6 @@
 """The charts of a page beside the picture of a run: the loss, the hosts, the recoveries.
 
-history, story → here → page
+run → here → page
 
 What always holds: a chart has a bounded number of shapes, whatever the length of the run.
 """
@@ -13,13 +13,12 @@ from operator import itemgetter
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic_trainer.events.accounts import Accounts
-from elastic_trainer.events.books import Period
+from elastic_trainer.events.accounts import Pause, Period
 from elastic_trainer.events.event_kind import PAUSE_PARTS
+from elastic_trainer.events.host_accounts import HostAccounts
 from elastic_trainer.events.ledger import Account, Lane
 from elastic_trainer.views.drawing import LEFT, RIGHT, Axis, Chart, Key, duration, ticks
 from elastic_trainer.views.run_picture import axis_of, parts_legend
-from elastic_trainer.views.story import Recovery
 from elastic_trainer.wire.plain import plain
 
 COLUMNS = 396
@@ -74,7 +73,7 @@ def loss(steps: NDArray[np.int64], losses: NDArray[np.float64]) -> Chart | None:
     return chart
 
 
-def hosts(accounts: Accounts, periods: Sequence[Period]) -> Chart:
+def hosts(accounts: HostAccounts, periods: Sequence[Period]) -> Chart:
     """Draw a lane for each host, in the order of their first seconds."""
     axis = axis_of((periods[0][1], periods[-1][2]), periods, left=HOSTS_LEFT)
     names = sorted((host for host, life in accounts.lives.items() if life.periods),
@@ -121,7 +120,7 @@ def _pixels(lane: Lane, axis: Axis) -> Iterator[tuple[str, float, float]]:
             before, since = most, number
 
 
-def recoveries(longest: Sequence[Recovery], start: float) -> Chart:
+def recoveries(longest: Sequence[Pause], start: float) -> Chart:
     """Draw the longest recoveries as bars of their parts."""
     most = max(it.duration_s for it in longest) or 1.0
     chart = Chart("The longest recoveries", bottom=ROW * len(longest) + 8)

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.events.step_lines import StepLine, StepLines
 from elastic_trainer.schedule.order import known_by
 from elastic_trainer.schedule.schedule import Schedule, samples_digest
 from elastic_trainer.views.findings import Findings
+from elastic_trainer.views.step_lines import StepLine, StepLines
 
 LENGTH_KEYS = ("epochs", "max_steps")
 """The keys that may change when a run is resumed: the finished steps do not depend on them."""

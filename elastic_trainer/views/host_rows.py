@@ -16,9 +16,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from elastic_trainer.events.fleet import LiveWorker
 from elastic_trainer.events.now import Now, WorkerNow
 from elastic_trainer.views.prices import Pricing
-from elastic_trainer.views.status import LiveWorker, Status
+from elastic_trainer.views.status import Status
 
 STATES = ("draining", "waiting", "booting", "training", "finished", "spare", "standby", "idle",
           "gone")

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from elastic_trainer.events.schema import UNREADABLE, flaw
 from elastic_trainer.events.sentences import count
-from elastic_trainer.events.step_lines import StepLine, StepLines, is_about, is_same
 from elastic_trainer.views.due import Due
 from elastic_trainer.views.findings import Findings
 from elastic_trainer.views.lineage import Checkpoints, Event, Lineage
 from elastic_trainer.views.program_proofs import ProgramProofs
+from elastic_trainer.views.step_lines import StepLine, StepLines, is_about, is_same
 from elastic_trainer.views.verdict import Verdict
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from elastic_trainer.events.step_lines import StepLine
 from elastic_trainer.views.findings import Findings
+from elastic_trainer.views.step_lines import StepLine
 
 Event = dict[str, Any]
 

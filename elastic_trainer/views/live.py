@@ -1,6 +1,6 @@
 """A run's story as it goes on: the sections of its page, drawn again when something has happened.
 
-event log, now.json → history, timeline, story, status → here → web, overview
+event log, now.json → run, status → here → web, overview
 
 What always holds:
 1. It only reads, and only when somebody looks: without a reader it costs nothing.
@@ -25,17 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.events.history import History, UntilFinished
 from elastic_trainer.events.now import Now, NowReader
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.segments import Reader, first_line
 from elastic_trainer.events.summary import figures_of, hosts_of
 from elastic_trainer.views import page
 from elastic_trainer.views.host_rows import host_rows
 from elastic_trainer.views.metrics import METRICS, Sample, samples
 from elastic_trainer.views.prices import Pricing, costs
-from elastic_trainer.views.status import Status, fold
-from elastic_trainer.views.story import Story
-from elastic_trainer.views.timeline import Timeline
+from elastic_trainer.views.status import Status, status_of
 
 REST = 50
 """A chart that took a second is drawn again after 50 s."""
@@ -44,9 +42,9 @@ COSTS_REST = 200
 LEAST_S = 0.5
 """The log is read at most twice a second, whatever the number of readers."""
 
-TEXTS: Mapping[str, Callable[[page.Run], str]] = {
+TEXTS: Mapping[str, Callable[[page.Shown], str]] = {
     "figures": page.figures, "checkpoints": page.checkpoints, "events": page.newest_events}
-CHARTS: Mapping[str, Callable[[page.Run], str]] = {
+CHARTS: Mapping[str, Callable[[page.Shown], str]] = {
     "picture": page.picture, "loss": page.loss, "hosts": page.hosts, "recoveries": page.recoveries}
 
 
@@ -91,10 +89,10 @@ class Live:
 
     def _begin(self) -> None:
         """Begin with an empty log."""
-        self.status = Status(run=self.name)
+        run = Run()
+        self.status = replace(status_of(run), run=self.name)
         self._log, self._first_line, self._was_lost = Reader(self.run_dir), "", False
-        self._history, self._gate = History(), UntilFinished()
-        self._run = page.Run(self._history, Timeline(), Story(), {})
+        self._run = page.Shown(run, run.closed(is_drawn=False), {})
         self._costs: dict[str, Any] = {}
         self._counted: dict[tuple[str, tuple[str, ...]], float] = {}
         """The highest value of each counter so far, by its name and labels."""
@@ -121,20 +119,19 @@ class Live:
             return list(self._rising(self._samples()))
 
     def _samples(self) -> Iterator[Sample]:
-        story, history = self._run.story, self._run.history
-        newest = history.kept.get(history.next - 1)
+        run = self._run.run
+        newest = run.steps.newest
         moments = {
-            "last_event": self._last_event_at, "last_step": newest[3] if newest else None,
-            "last_checkpoint": story.checkpoints[-1]["time"] if story.checkpoints else None,
+            "last_event": self._last_event_at, "last_step": newest.end if newest else None,
+            "last_checkpoint": max((it.time for it in run.checkpoints[-1:]), default=None),
             "heartbeats": self._now.time if self._now else None}
-        # In a world the books are written up to the last step. What comes next may be a pause.
-        booked = history.books if self._history.world_of is None else self._history.books
         return samples(
             self.status, self._run.result,
             {f"{name}_timestamp_seconds": moment for name, moment in moments.items()
              if moment is not None and math.isfinite(moment)},
-            {"checkpoints_total": story.published, "hosts": self._run.hosts, **story.levels},
-            booked.seconds(), host_rows(self.status, self._now), self.prices)
+            {"checkpoints_total": len(run.checkpoints), "hosts": self._run.hosts,
+             **run.told.levels},
+            run.booked(), host_rows(self.status, self._now), self.prices)
 
     def _rising(self, found: Iterator[Sample]) -> Iterator[Sample]:
         """Yield the samples; a counter has at least the value that it had."""
@@ -155,18 +152,16 @@ class Live:
         for event in self._log.events():
             has_news = True
             self._last_event_at = max(self._last_event_at, event["time"])
-            self.status = fold(self.status, event)
-            for part in (self._run.timeline, self._run.story):
-                part.take(event)
-            for through in self._gate.take(event):
-                self._history.read(through)
+            self._run.run.read(event)
         if has_news or not self._run.result:
             self._are_texts_old = self._are_charts_old = self._are_costs_old = True
-            closed = self._history.closed(is_drawn=False)
-            closed.run = closed.run or self.name
-            self._run = replace(self._run, history=closed, result={
-                **figures_of(closed), "segments_left_out": self._log.left_out})
-            self.status = replace(self.status, skipped=self._log.malformed)
+            run = self._run.run
+            accounts = run.closed(is_drawn=False)
+            self._run = replace(self._run, accounts=accounts, result={
+                **figures_of(run, accounts), "run": run.name or self.name,
+                "segments_left_out": self._log.left_out})
+            status = status_of(run, self._log.malformed)
+            self.status = replace(status, run=status.run or self.name)
         self._price()
         self._run = replace(self._run, result={**self._run.result, **self._costs})
 
@@ -188,7 +183,7 @@ class Live:
                 now - self._priced_at < COSTS_REST * self._pricing_s):
             return
         started = time.thread_time()
-        result = {**self._run.result, "hosts": hosts_of(self._run.history)}
+        result = {**self._run.result, "hosts": hosts_of(self._run.accounts)}
         try:
             self._costs = {"costs": costs(result, self.prices)}
         except ConfigError as error:  # also while AWS is being asked
@@ -209,7 +204,7 @@ class Live:
         now = time.monotonic()
         if self._are_charts_old and now - self._drawn_at >= REST * self._drawing_s:
             started = time.thread_time()
-            run = replace(self._run, history=self._history.closed())
+            run = replace(self._run, accounts=self._run.run.closed())
             for name, section in CHARTS.items():
                 self._sections.show(name, section(run))
             self._drawing_s, self._drawn_at = time.thread_time() - started, time.monotonic()

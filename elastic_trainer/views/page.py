@@ -3,7 +3,7 @@
     elastic-trainer report runs/NAME --html report.html
     elastic-trainer report runs/A runs/B --html both.html
 
-history, timeline, story, result → here (charts, tables) → page.html → a file; live, web
+run, accounts, result → here (charts, tables) → page.html → a file; live, web
 
 What always holds:
 1. The file has no address, no script and no font of others. Its charts are SVG, its text is text.
@@ -17,27 +17,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from heapq import nlargest
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 from markupsafe import Markup
 
+from elastic_trainer.events.accounts import Accounts
 from elastic_trainer.events.event_kind import PAUSE_PARTS
-from elastic_trainer.events.history import History
 from elastic_trainer.events.now import Now
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.sentences import count
-from elastic_trainer.events.summary import read_log
+from elastic_trainer.events.summary import host_names, read_run
+from elastic_trainer.events.told import Telling
 from elastic_trainer.views import charts, run_picture
 from elastic_trainer.views.drawing import Chart, duration, template
 from elastic_trainer.views.host_rows import age, bounded, caption, cells, columns, host_rows
 from elastic_trainer.views.prices import Pricing
 from elastic_trainer.views.status import Status
-from elastic_trainer.views.story import NEWEST_CHECKPOINTS, Story, Telling
 from elastic_trainer.views.summary_table import side_by_side
 from elastic_trainer.views.tables import Table
-from elastic_trainer.views.timeline import Timeline
 
+LONGEST_RECOVERIES, NEWEST_CHECKPOINTS = 12, 10
 MOST_ROWS = 200
 """Of the table of hosts."""
 SILENT_S = 60.0
@@ -54,12 +56,12 @@ class Dim(str):
 
 
 @dataclass(frozen=True)
-class Run:
+class Shown:
     """One run, as a page shows it."""
 
-    history: History
-    timeline: Timeline
-    story: Story
+    run: Run
+    accounts: Accounts
+    """Closed."""
     result: Mapping[str, Any]
     """result.json's content. If there are prices, `costs`, or in a live view `costs_unknown`: why
     they are not known."""
@@ -67,18 +69,16 @@ class Run:
     @property
     def hosts(self) -> int:
         """The number of hosts so far."""
-        lives = self.history.accounts.lives
-        return len(lives) + sum(name not in lives for name in self.history.fleet.hosts)
+        return len(host_names(self.accounts))
 
 
-def read(run_dir: Path) -> Run:
+def read(run_dir: Path) -> Shown:
     """Read a run's event log once."""
-    timeline, story = Timeline(), Story()
-    history, result = read_log(run_dir, lambda events: timeline.through(story.through(events)))
-    return Run(history, timeline, story, result)
+    run, result = read_run(run_dir)
+    return Shown(run, run.closed(), result)
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[Shown]) -> str:
     """Return the page of a run, or of several: first their figures side by side, then each."""
     names = [f"run {run.result['run']}" for run in runs]
     compared = section("Side by side", side_by_side([run.result for run in runs])) if (
@@ -103,7 +103,7 @@ def _render(macro: str, *values: Any) -> str:
     return made
 
 
-def figures(run: Run) -> str:
+def figures(run: Shown) -> str:
     """Return the headline figures."""
     result = run.result
     lost, costs = sum(result["workers_lost"].values()), result.get("costs")
@@ -130,26 +130,24 @@ def figures(run: Run) -> str:
     return _render("figures", facts)
 
 
-def picture(run: Run) -> str:
+def picture(run: Shown) -> str:
     """Return the samples a second, the world, and the changes of the fleet."""
-    title = f"{run.timeline.unit.capitalize()} a second, and what happened"
-    if run.timeline.span is None:
+    title = f"{run.run.steps.unit.capitalize()} a second, and what happened"
+    if run.run.span is None:
         return section(title, "There are no two steps yet.")
     more = [Dim("Recoveries, below, has all parts of the longest pauses.")]
-    return section(title, run_picture.draw(run.timeline, run.history.books.periods),
-                   *(more if run.timeline.recoveries else []))
+    return section(title, run_picture.draw(run.run, run.accounts.periods.all()),
+                   *(more if run.run.recoveries else []))
 
 
-def loss(run: Run) -> str:
-    kept = run.history.kept
-    rows = np.fromiter(((step, row[1]) for step, row in kept.items()), "q,d", len(kept))
-    return section("Loss", charts.loss(rows["f0"], rows["f1"])
+def loss(run: Shown) -> str:
+    return section("Loss", charts.loss(*run.run.steps.kept_losses())
                    or "There are no two losses to draw.")
 
 
-def hosts(run: Run) -> str:
+def hosts(run: Shown) -> str:
     """Return a lane for each host."""
-    accounts, periods = run.history.accounts, run.history.books.periods
+    accounts, periods = run.accounts.hosts, run.accounts.periods.all()
     return section("Hosts", charts.hosts(accounts, periods) if accounts.lives and periods
                    else "The log has no hosts.")
 
@@ -169,7 +167,7 @@ def fleet(status: Status, now: Now | None, prices: Pricing | None, moment: float
     return section("The fleet", *parts, *map(Dim, filter(None, (others, caption(now)))))
 
 
-def accounts(run: Run) -> str:
+def accounts(run: Shown) -> str:
     """Return the seconds of all hosts by account."""
     seconds, costs = run.result["host_seconds"], run.result.get("costs")
     whole = sum(seconds.values())
@@ -183,55 +181,51 @@ def accounts(run: Run) -> str:
          for account, spent, share, cost in rows]))
 
 
-def recoveries(run: Run) -> str:
+def recoveries(run: Shown) -> str:
     """Return the longest pauses after a change of the world, and the mean of their parts."""
-    story = run.story
-    if not (longest := story.longest_recoveries()):
+    pauses = run.run.recoveries
+    if not (longest := nlargest(LONGEST_RECOVERIES, pauses)):
         return section("Recoveries", "The world has not changed.")
-    means = ", ".join(f"{part} {story.recovered_s[part] / story.recoveries:.3f} s"
-                      for part in PAUSE_PARTS)
-    more = f" The {len(longest)} longest are shown." if story.recoveries > len(longest) else ""
+    means = ", ".join(f"{part} {fmean(seconds):.3f} s" for part, seconds in
+                      zip(PAUSE_PARTS, zip(*(it.parts for it in pauses), strict=True), strict=True))
+    more = f" The {len(longest)} longest are shown." if len(pauses) > len(longest) else ""
     return section("Recoveries",
-                   charts.recoveries(longest, run.history.books.periods[0][1]),
-                   f"Recoveries: {story.recoveries}. The mean of their parts: {means}.{more}")
+                   charts.recoveries(longest, run.accounts.periods.all()[0][1]),
+                   f"Recoveries: {len(pauses)}. The mean of their parts: {means}.{more}")
 
 
-def checkpoints(run: Run) -> str:
+def checkpoints(run: Shown) -> str:
     """Return the newest checkpoints, and the sums of all."""
-    story = run.story
-    if not story.published:
+    published = run.run.checkpoints
+    if not published:
         return section("Checkpoints", "No checkpoint was published.")
-    more = f" The newest {NEWEST_CHECKPOINTS}:" if story.published > NEWEST_CHECKPOINTS else ""
-    rows = [[_clock(it["time"]), f"{it['step']}", f"{_number(it, 'bytes') / 1e6:,.1f}",
-             f"{_number(it, 'uploaded_bytes') / 1e6:,.1f}", f"{_number(it, 'pause_s'):.3f} s",
-             f"{_number(it, 'duration_s'):.2f} s"] for it in reversed(story.checkpoints)]
+    more = f" The newest {NEWEST_CHECKPOINTS}:" if len(published) > NEWEST_CHECKPOINTS else ""
+    rows = [[_clock(it.time), f"{it.step}", f"{it.bytes / 1e6:,.1f}",
+             f"{it.uploaded_bytes / 1e6:,.1f}", f"{it.pause_s:.3f} s", f"{it.duration_s:.2f} s"]
+            for it in reversed(published[-NEWEST_CHECKPOINTS:])]
     return section(
         "Checkpoints",
-        f"{story.published} published, {story.published_bytes / 1e6:,.1f} MB uploaded, "
-        f"{story.snapshot_s:.2f} s of pauses.{more}",
+        f"{len(published)} published, "
+        f"{sum(it.uploaded_bytes for it in published) / 1e6:,.1f} MB uploaded, "
+        f"{sum(it.pause_s for it in published):.2f} s of pauses.{more}",
         Table(["time (UTC)", "step", "MB", "uploaded MB", "pause", "upload"], rows))
 
 
-def _number(event: Mapping[str, Any], name: str) -> float:
-    """Return a field that may be absent or null."""
-    return float(event.get(name) or 0.0)
-
-
-def events(run: Run) -> str:
+def events(run: Shown) -> str:
     """Return the events in words."""
-    story = run.story
-    told = [*story.first, *story.newest]
-    if story.left_out:
-        told.insert(len(story.first), Telling(story.first[-1].time, "info", (
-            f"… {story.left_out:,} events are left out here; the event log has them …")))
-    levels = ", ".join(f"{number} {level}" for level, number in story.levels.items())
+    kept = run.run.told
+    told = [*kept.first, *kept.newest]
+    if kept.left_out:
+        told.insert(len(kept.first), Telling(kept.first[-1].time, "info", (
+            f"… {kept.left_out:,} events are left out here; the event log has them …")))
+    levels = ", ".join(f"{number} {level}" for level, number in kept.levels.items())
     return section("Events", Dim(levels), _events(told, "events"))
 
 
-def newest_events(run: Run) -> str:
+def newest_events(run: Shown) -> str:
     """Return the events in words, the newest first."""
     return section("Events, the newest first", _events(
-        [*reversed(run.story.newest), *reversed(run.story.first)], "events tall"))
+        [*reversed(run.run.told.newest), *reversed(run.run.told.first)], "events tall"))
 
 
 def _events(told: Sequence[Telling], kind: str) -> Table:
@@ -239,11 +233,11 @@ def _events(told: Sequence[Telling], kind: str) -> Table:
                       for it in told], kind=kind, levels=[it.level for it in told])
 
 
-def configuration(run: Run) -> str:
+def configuration(run: Shown) -> str:
     """Return the options, the job and the versions."""
-    story, weights = run.story, run.result["weights_sha256"]
-    facts = {**story.options, **story.versions,
-             **{name: story.job[name] for name in JOB if story.job.get(name) is not None},
+    known, weights = run.run, run.result["weights_sha256"]
+    facts = {**known.options, **known.versions,
+             **{name: known.job[name] for name in JOB if known.job.get(name) is not None},
              **({"weights (SHA-256)": weights} if weights else {})}
     return section("Configuration", Table(
         ["option", "value"], [[str(name), _value(value)] for name, value in facts.items()]))

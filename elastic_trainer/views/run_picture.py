@@ -2,7 +2,7 @@
 
     elastic-trainer report runs/NAME --svg run.svg
 
-timeline, periods → here → page, a file
+run, periods → here → page, a file
 
 What always holds:
 1. The time axis reaches to the last event, or to the end of a run that is over: a standstill is
@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic_trainer.events.books import Period
+from elastic_trainer.events.accounts import Pause, Period
 from elastic_trainer.events.event_kind import PAUSE_PARTS, Phase
+from elastic_trainer.events.run import Change, Mark, Run
 from elastic_trainer.events.sentences import count
 from elastic_trainer.views.drawing import (
     LEFT,
@@ -36,8 +37,6 @@ from elastic_trainer.views.drawing import (
     duration,
     ticks,
 )
-from elastic_trainer.views.story import Recovery
-from elastic_trainer.views.timeline import Change, Mark, Timeline
 from elastic_trainer.wire.plain import plain
 
 TOP, BOTTOM = 100, 268
@@ -79,26 +78,26 @@ def axis_of(span: tuple[float, float], periods: Sequence[Period],
                                   if start < begin < until <= end), left)
 
 
-def draw(timeline: Timeline, periods: Sequence[Period]) -> Chart:
+def draw(run: Run, periods: Sequence[Period]) -> Chart:
     """Return the picture of a run with two steps or more."""
-    assert timeline.span
-    axis = axis_of(timeline.span, periods, timeline.stops)
-    chart = Chart(f"{timeline.unit.capitalize()} a second, and what happened",
+    assert run.span
+    axis = axis_of(run.span, periods, run.stops)
+    chart = Chart(f"{run.steps.unit.capitalize()} a second, and what happened",
                   bottom=FLEET_BOTTOM + 28, top=LABELS - 16)
     with chart.group("bands"):
-        parts_drawn = _draw_bands(chart, axis, periods, timeline.recoveries)
-    _draw_rates(chart, axis, timeline)
-    _draw_fleet(chart, axis, timeline.sizes)
+        parts_drawn = _draw_bands(chart, axis, periods, run.recoveries)
+    _draw_rates(chart, axis, run)
+    _draw_fleet(chart, axis, run.sizes)
     for start, end in axis.stops:
         chart.line("stopped-at", axis.x(start), TOP, axis.x(start), FLEET_BOTTOM,
                    f"stopped for {duration(end - start)}")
-    groups = grouped(axis, timeline.changes)
+    groups = grouped(axis, run.changes)
     with chart.group("marks"):
         _draw_marks(chart, axis, groups)
     with chart.group("checkpoints"):
-        _draw_checkpoints(chart, axis, timeline.checkpoints)
+        _draw_checkpoints(chart, axis, [it.time for it in run.checkpoints])
     marks = {group[0].mark for group in groups} | (
-        {Mark.CHECKPOINT} if timeline.checkpoints else set())
+        {Mark.CHECKPOINT} if run.checkpoints else set())
     phases = {phase.value for phase, _, _ in periods}
     chart.legends.append(("", [
         *(Key(mark.value, f"mark {SHAPES[mark][0]}", SHAPES[mark][1])
@@ -106,7 +105,7 @@ def draw(timeline: Timeline, periods: Sequence[Period]) -> Chart:
         *(Key(phase, f"band {phase}") for phase in PALE if phase in phases)]))
     if parts_drawn:
         chart.legends.append(("parts of a pause:", parts_legend()))
-    if parts_drawn < sum(seconds > 0 for it in timeline.recoveries for seconds in it.parts):
+    if parts_drawn < sum(seconds > 0 for it in run.recoveries for seconds in it.parts):
         least_s = LEAST_PX * axis.length_s / (RIGHT - LEFT)
         chart.remarks.append(f"parts of a pause under {duration(least_s)} are too narrow to be "
                              f"drawn: the tooltip of the pause has them")
@@ -118,10 +117,10 @@ def parts_legend() -> list[Key]:
     return [Key(part, f"fill {part}") for part in PAUSE_PARTS]
 
 
-def file_of(timeline: Timeline, periods: Sequence[Period], result: Mapping[str, Any]) -> str:
+def file_of(run: Run, periods: Sequence[Period], result: Mapping[str, Any]) -> str:
     """Return the picture as an SVG file, with the figures of the run in one line."""
     lost = sum(result["workers_lost"].values())
-    return draw(timeline, periods).file(f"run {plain(result['run'])}", " · ".join([
+    return draw(run, periods).file(f"run {plain(result['run'])}", " · ".join([
         f"goodput {result['goodput']:.1%}", count(result["steps"], "step"),
         f"{count(lost, 'worker')} lost", count(len(result["pauses"]), "pause"),
         count(result["attempts"], "attempt"), duration(result["wall_s"])]))
@@ -150,7 +149,7 @@ class Band:
         return f"{times} {duration(self.seconds)}" + (f": {parts}" if parts else "")
 
 
-def bands(periods: Iterable[Period], recoveries: Sequence[Recovery], x: Callable[[float], float]
+def bands(periods: Iterable[Period], recoveries: Sequence[Pause], x: Callable[[float], float]
           ) -> list[Band]:
     """Return the bands of periods, in their order."""
     found, last, at = list[Band](), dict[str, Band](), 0
@@ -174,7 +173,7 @@ def bands(periods: Iterable[Period], recoveries: Sequence[Recovery], x: Callable
     return found
 
 
-def slices(recoveries: Iterable[Recovery], x: Callable[[float], float]
+def slices(recoveries: Iterable[Pause], x: Callable[[float], float]
            ) -> Iterator[tuple[str, float, float, float]]:
     """Yield the parts that are wide enough: name, left and right in px, seconds."""
     free_from = 0.0
@@ -191,7 +190,7 @@ def slices(recoveries: Iterable[Recovery], x: Callable[[float], float]
 
 
 def _draw_bands(chart: Chart, axis: Axis, periods: Sequence[Period],
-                recoveries: Sequence[Recovery]) -> int:
+                recoveries: Sequence[Pause]) -> int:
     """Shade pauses, restarts and boots; return the number of parts of pauses that are drawn."""
     shown = [it for it in periods if it[2] > axis.start and it[1] < axis.end]
     for band in bands(shown, recoveries, axis.x):
@@ -209,11 +208,11 @@ def _draw_bands(chart: Chart, axis: Axis, periods: Sequence[Period],
 # --- curves and marks -----------------------------------------------------------------------------
 
 
-def _draw_rates(chart: Chart, axis: Axis, timeline: Timeline) -> None:
-    columns = min(COLUMNS, max(FEWEST_COLUMNS, timeline.steps // STEPS_A_COLUMN))
+def _draw_rates(chart: Chart, axis: Axis, run: Run) -> None:
+    columns = min(COLUMNS, max(FEWEST_COLUMNS, len(run.steps) // STEPS_A_COLUMN))
     width_s = axis.length_s / columns
     edges_s = [column * width_s for column in range(columns + 1)]
-    rates = timeline.rates([axis.moment(edge_s) for edge_s in edges_s], width_s)
+    rates = run.steps.rates([axis.moment(edge_s) for edge_s in edges_s], width_s)
     top = max(rates) or 1.0
     scale = (BOTTOM - TOP) / (1.05 * top)
     for value in ticks(0.0, top, about=5):
@@ -222,7 +221,7 @@ def _draw_rates(chart: Chart, axis: Axis, timeline: Timeline) -> None:
     steps = [f"L{left:.1f},{y:.1f} L{right:.1f},{y:.1f}" for left, right, y in zip(
         x, x[1:], (BOTTOM - rate * scale for rate in rates), strict=False)]
     chart.path("rate", " ".join([f"M{LEFT},{BOTTOM}", *steps, f"L{RIGHT},{BOTTOM} Z"]))
-    chart.axis_name((TOP + BOTTOM) / 2, f"{timeline.unit} a second")
+    chart.axis_name((TOP + BOTTOM) / 2, f"{run.steps.unit} a second")
 
 
 def _draw_fleet(chart: Chart, axis: Axis, sizes: Iterable[tuple[float, int]]) -> None:

@@ -2,7 +2,7 @@
 
     elastic-trainer watch runs/NAME --otel
 
-event log → Spans (a fold) → here → an OTLP/HTTP exporter → a collector
+event log → run (the fold) → here → an OTLP/HTTP exporter → a collector
 
 What always holds:
 1. A span's ids follow from the event log alone. So a second export of the same log, or one that was
@@ -24,15 +24,14 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.events.lifetime import BEGINS, Lifetime, ends_run
-from elastic_trainer.events.schema import UNREADABLE
+from elastic_trainer.events.run import BEGINS, Attempt, Generation, Run, ends_run
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.events.versions import versions
 
@@ -65,87 +64,61 @@ class Span:
     error: str = ""
 
 
-@dataclass
-class Open:
-    """An attempt or a generation that goes on."""
-
-    name: str
-    key: str
-    parent: str
-    start: float
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def ended(self, end: float, error: str = "") -> Span:
-        return Span(self.name, self.key, self.parent, self.start, max(self.start, end),
-                    dict(self.facts), error)
-
-
 class Spans:
-    """The fold: `take` yields the spans that an event ends."""
+    """The spans of a run: `take` yields those that an event ends."""
 
     def __init__(self) -> None:
-        self.run, self.trace = "", ""
-        """The run's name, and what identifies its log."""
+        self.run = Run()
+        self.trace = ""
+        """What identifies the log."""
         self.is_over = False
-        self._life = Lifetime()
-        self._attempt: Open | None = None
-        self._generation: Open | None = None
+        self._attempts = self._generations = self._checkpoints = 0
+        """How many were yielded."""
 
     def take(self, event: Event) -> Iterator[Span]:
         """Take one more event."""
-        self.run = self.run or str(event.get("run") or "")
-        self.trace = self.trace or f"{self.run} {event['time']}"
-        try:
-            self._life.take(event)
-            self.is_over = ends_run(event) or self.is_over and event["event"] not in BEGINS
-            yield from self._taken(event, float(event["time"]))
-        except UNREADABLE:
-            return
+        run = self.run
+        run.read(event)
+        self.trace = self.trace or f"{run.name} {event['time']}"
+        self.is_over = ends_run(event) or self.is_over and event["event"] not in BEGINS
+        for it in islice(run.checkpoints, self._checkpoints, None):
+            parent = key_of(run.generation or run.open_attempt)
+            self._checkpoints += 1
+            facts = {name: getattr(it, name) for name in ("step", "bytes", "uploaded_bytes",
+                                                          "pause_s")}
+            yield Span("checkpoint", f"{parent} checkpoint {it.step} {it.time}", parent,
+                       it.time - it.duration_s, it.time, facts)
+        for number, one in enumerate(islice(run.generations, self._generations, None),
+                                     self._generations + 1):
+            if one.end is None:
+                break
+            self._generations = number
+            yield self._generation(one, number)
+        for life in islice(run.attempts, self._attempts, None):
+            if life.end is None:
+                break
+            self._attempts += 1
+            verdict = life.verdict or "it ended without an event"
+            facts = {"attempt": life.number, **({"verdict": verdict} if life.verdict else {})}
+            yield Span("attempt", key_of(life), "", life.start, life.end, facts,
+                       "" if verdict in ("finished", "interrupted") else verdict)
 
-    def _taken(self, event: Event, now: float) -> Iterator[Span]:
-        match event["event"]:
-            case "run.started":
-                yield from self._end(self._life.before, "it ended without an event")
-            case "attempt.started":
-                yield from self._end(self._life.before, "it ended without an event")
-                self._attempt = Open("attempt", f"attempt {now}", "", now,
-                                     {"attempt": int(event["attempt"])})
-            case "attempt.ended":
-                verdict = str(event["verdict"])
-                if self._attempt:
-                    self._attempt.facts["verdict"] = verdict
-                failed = verdict not in ("finished", "interrupted")
-                yield from self._end(now, verdict if failed else "")
-            case "worker.generation_started":
-                key = f"{self._parent()} generation {event['generation']}"
-                if self._generation is None or self._generation.key != key:
-                    yield from self._end_generation(now)
-                    self._generation = Open(
-                        "generation", key, self._parent(), now,
-                        {"generation": int(event["generation"]), "workers": int(event["size"]),
-                         "first_step": int(event["step"]), "source": str(event["source"])})
-            case "worker.step_committed" | "worker.commit_kept" if self._generation:
-                self._generation.facts["last_step"] = int(event["step"])
-            case "state.checkpoint_published":
-                parent = self._generation.key if self._generation else self._parent()
-                facts = {name: event[name] for name in ("step", "bytes", "uploaded_bytes",
-                                                        "pause_s") if name in event}
-                yield Span("checkpoint", f"{parent} checkpoint {event['step']} {now}", parent,
-                           now - float(event.get("duration_s") or 0.0), now, facts)
+    def _generation(self, one: Generation, following: int) -> Span:
+        steps, later = self.run.steps, self.run.generations[following:]
+        last = later[0].first if later else len(steps)
+        facts = {"generation": one.number, "workers": one.size, "first_step": one.step,
+                 "source": one.source}
+        if last > one.first:
+            facts["last_step"] = steps.numbers[last - 1]
+        assert one.end is not None
+        return Span("generation", key_of(one), key_of(one.attempt), one.start, one.end, facts)
 
-    def _parent(self) -> str:
-        return self._attempt.key if self._attempt else ""
 
-    def _end(self, now: float, error: str) -> Iterator[Span]:
-        yield from self._end_generation(now)
-        if self._attempt:
-            yield self._attempt.ended(now, error)
-            self._attempt = None
-
-    def _end_generation(self, now: float) -> Iterator[Span]:
-        if self._generation:
-            yield self._generation.ended(now)
-            self._generation = None
+def key_of(life: Attempt | Generation | None) -> str:
+    """Return what identifies an attempt or a generation in its run; "" for none."""
+    if isinstance(life, Generation):
+        return f"{key_of(life.attempt)} generation {life.number}"
+    return f"attempt {life.start}" if life else ""
 
 
 @cache
@@ -171,7 +144,7 @@ def readable(span: Span, spans: Spans) -> ReadableSpan:
     facts = {f"elastic_trainer.{name}": value for name, value in span.facts.items()}
     return ReadableSpan(
         span.name, context(span.key), context(span.parent) if span.parent else None,
-        resource=resource_of(spans.run), attributes=facts,
+        resource=resource_of(spans.run.name), attributes=facts,
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(StatusCode.OK),
         start_time=int(span.start * 1e9), end_time=int(span.end * 1e9))
 

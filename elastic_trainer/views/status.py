@@ -1,46 +1,28 @@
-"""The present status of a run: a fold over its events.
+"""The present status of a run: what `watch` and the page show of it.
 
-event log → here → watch (a panel, or lines)
+run (the fold of the event log) → here → watch (a panel, or lines), host_rows, metrics
 
-What always holds:
-1. A status is a pure function of the events so far, and the display is one of the status alone.
-2. An event that cannot be read does not change the status.
+What always holds: a status is a pure function of the events so far, and the display is one of the
+status alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.events import sentences
-from elastic_trainer.events.event_kind import Level
-from elastic_trainer.events.event_table import KINDS
-from elastic_trainer.events.schema import UNREADABLE
+from elastic_trainer.events.fleet import LiveWorker
+from elastic_trainer.events.run import Run
+from elastic_trainer.events.told import Telling
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.wire.plain import plain
 
-MAX_SENTENCE = 1000
-"""Characters of an event's sentence: the text of an error may have 50,000."""
 SPEED_STEPS = 20
 RECENT_EVENTS = 6
-GONE_HOSTS = 5
 
 Event = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LiveWorker:
-    """A worker whose process runs."""
-
-    host: str
-    pid: int
-    """Of a worker on another host: the pid of our ssh, until the worker is ready and reports its
-    own."""
-    over_ssh: bool = False
-    is_ready: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,187 +101,37 @@ class Status:
         return f"ssh {worker.host} {kill}" if worker.over_ssh else kill
 
 
-def fold(status: Status, event: Event) -> Status:
-    """Return the status after one more event. An event that cannot be read leaves it unchanged."""
-    try:
-        if change := _FOLDS.get(event["event"]):
-            status = change(status, event)
-        text = sentence(event, status)
-    except UNREADABLE:
-        return status
-    if not text:
-        return status
-    clock = datetime.fromtimestamp(event["time"]).strftime("%H:%M:%S")
-    line = f"{clock} {plain(text)[:MAX_SENTENCE]}"
-    return replace(status, recent=(*status.recent, line)[-RECENT_EVENTS:])
+def status_of(run: Run, skipped: int = 0, left_out: Iterable[str] = ()) -> Status:
+    """Return the status of a run after the events so far."""
+    fleet, steps, newest = run.fleet, run.steps, run.checkpoints[-1:]
+    first = max(run.speed_from, len(steps) - SPEED_STEPS) if steps.counts_samples else len(steps)
+    return Status(
+        run=run.name, started=run.started, phase=run.phase, size=run.size, steps=run.step,
+        attempt=run.attempt, loss=run.loss,
+        generation=run.generations[-1].number if run.generations else 0,
+        **_job(run.job),
+        speed=tuple(zip(steps.ends[first:], steps.samples[first:], strict=True)),
+        workers=dict(fleet.workers), refusal=run.refusal, listed=frozenset(fleet.listed),
+        noticed=frozenset(fleet.noticed), members=fleet.members, gone=tuple(fleet.gone.items()),
+        types={host: str(it["type"]) for host, it in fleet.machines.items()},
+        markets={host: (str(it.get("zone") or ""), str(it.get("lifecycle") or ""))
+                 for host, it in fleet.machines.items()},
+        checkpoint=(newest[0].step, newest[0].time) if newest else None,
+        skipped=skipped, left_out=tuple(left_out),
+        recent=tuple(map(line_of, run.told.last(RECENT_EVENTS))))
 
 
-def sentence(event: Event, status: Status) -> str:
-    """Return the sentence about an event; "" if a person does not need to know of it."""
-    kind = KINDS.get(event["event"])
-    if kind is None or kind.level is Level.DETAIL:
-        return ""
-    worker = status.workers.get(event.get("worker", ""))
-    known = {} if worker is None else {"host": worker.host, "pid": worker.pid}
-    return sentences.filled(kind.sentence, {"run": "", **known, **event})
+def line_of(told: Telling) -> str:
+    """Return an event in words, with its time of day."""
+    return f"{datetime.fromtimestamp(told.time).strftime('%H:%M:%S')} {told.text}"
 
 
-def _run_started(status: Status, event: Event) -> Status:
-    return replace(status, run=str(event["run"]), started=float(event["time"]), phase="booting",
-                   listed=frozenset(), noticed=frozenset(), members=(), gone=())
-
-
-def _attempt_started(status: Status, event: Event) -> Status:
-    phase = "restarting" if status.generation else "booting"
-    return replace(status, phase=phase, attempt=int(event["attempt"]), size=0, speed=(),
-                   listed=frozenset(), members=())
-
-
-def _attempt_ended(status: Status, event: Event) -> Status:
-    return replace(status, phase=_PHASE_AFTER[event["verdict"]], workers={},
-                   members=())
-
-
-def _given_up(status: Status, event: Event) -> Status:
-    return replace(status, phase="failed")
-
-
-def _stopped(status: Status, event: Event) -> Status:
-    return replace(status, phase="interrupted")
-
-
-def _host_added(status: Status, event: Event) -> Status:
-    host = str(event["host"])
-    return replace(status, listed=status.listed | {host}, noticed=status.noticed - {host},
-                   gone=tuple(it for it in status.gone if it[0] != host))
-
-
-def _host_removed(status: Status, event: Event) -> Status:
-    host = str(event["host"])
-    return _without_host(replace(status, listed=status.listed - {host}), host, event)
-
-
-def _host_noticed(status: Status, event: Event) -> Status:
-    return replace(status, noticed=status.noticed | {str(event["host"])})
-
-
-def _without_host(status: Status, host: str, event: Event) -> Status:
-    """Count a host as gone if it is neither listed nor has a worker."""
-    if host in status.listed or any(it.host == host for it in status.workers.values()):
-        return status
-    others = tuple(it for it in status.gone if it[0] != host)
-    return replace(status, gone=(*others, (host, float(event["time"])))[-GONE_HOSTS:],
-                   noticed=status.noticed - {host})
-
-
-def _poller_lists(status: Status, event: Event) -> Status:
-    host = str(event["host"])
-    market = str(event.get("zone") or ""), str(event.get("lifecycle") or "")
-    return replace(status, types={**status.types, host: str(event["type"])},
-                   markets={**status.markets, host: market})
-
-
-def _poller_unlists(status: Status, event: Event) -> Status:
-    types = {host: it for host, it in status.types.items() if host != event["host"]}
-    markets = {host: it for host, it in status.markets.items() if host != event["host"]}
-    return replace(status, types=types, markets=markets)
-
-
-def _published(status: Status, event: Event) -> Status:
-    return replace(status, checkpoint=(int(event["step"]), float(event["time"])))
-
-
-def _worker_started(status: Status, event: Event) -> Status:
-    worker = LiveWorker(host=event["host"], pid=int(event["pid"]),
-                        over_ssh=bool(event.get("over_ssh")))
-    return replace(status, workers={**status.workers, event["worker"]: worker})
-
-
-def _worker_ready(status: Status, event: Event) -> Status:
-    worker = status.workers[event["worker"]]
-    worker = replace(worker, is_ready=True, pid=int(event.get("pid") or worker.pid))
-    return replace(status, workers={**status.workers, event["worker"]: worker})
-
-
-def _worker_gone(status: Status, event: Event) -> Status:
-    others = {name: it for name, it in status.workers.items() if name != event["worker"]}
-    left = status.workers.get(event["worker"])
-    status = replace(status, workers=others)
-    return _without_host(status, left.host, event) if left else status
-
-
-def _generation_formed(status: Status, event: Event) -> Status:
-    members = event.get("workers")
-    if isinstance(members, list):
-        status = replace(status, members=tuple(map(str, members)))
-    return replace(status, phase="pausing") if status.phase == "training" else status
-
-
-def _job_described(status: Status, event: Event) -> Status:
+def _job(job: Event) -> dict[str, Any]:
     keys = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps")
     try:
-        schedule = Schedule(**{key: event[key] for key in keys},
-                            drop_last=bool(event.get("drop_last")))
-    except ConfigError:
-        return status
-    return replace(status, steps_due=schedule.steps, global_batch=int(event["global_batch"]),
-                   microbatches=int(event["microbatches"]))
-
-
-def _generation_started(status: Status, event: Event) -> Status:
-    return replace(status, phase="training", attempt=int(event["attempt"]),
-                   generation=int(event["generation"]), size=int(event["size"]),
-                   steps=int(event["step"]))
-
-
-def _step_committed(status: Status, event: Event) -> Status:
-    speed = status.speed
-    if not event.get("repeated"):
-        speed = (*speed, (float(event["time"]), int(event["samples"])))[-SPEED_STEPS:]
-    return replace(status, phase="training", steps=int(event["step"]) + 1,
-                   loss=float(event["loss"]), speed=speed)
-
-
-def _commit_kept(status: Status, event: Event) -> Status:
-    return replace(status, phase="training", steps=int(event["step"]) + 1)
-
-
-def _launch_refused(status: Status, event: Event) -> Status:
-    return replace(status, refusal=sentences.refusal(event))
-
-
-def _launch_refusal_ended(status: Status, event: Event) -> Status:
-    return replace(status, refusal="")
-
-
-def _run_finished(status: Status, event: Event) -> Status:
-    loss = float(event["loss"]) if "loss" in event else status.loss
-    return replace(status, phase="finished", steps=int(event["steps"]), loss=loss)
-
-
-_PHASE_AFTER = {"finished": "finished", "failed": "restarting", "user_error": "failed",
-                "interrupted": "interrupted", "unsaved": "failed"}
-_FOLDS: dict[str, Callable[[Status, Event], Status]] = {
-    "run.started": _run_started,
-    "attempt.started": _attempt_started,
-    "attempt.ended": _attempt_ended,
-    "run.given_up": _given_up,
-    "run.stopped": _stopped,
-    "driver.host_added": _host_added,
-    "driver.host_removed": _host_removed,
-    "rehearsal.host_noticed": _host_noticed,
-    "discovery.host_in": _poller_lists,
-    "discovery.host_out": _poller_unlists,
-    "state.checkpoint_published": _published,
-    "discovery.launch_refused": _launch_refused,
-    "discovery.launch_refusal_ended": _launch_refusal_ended,
-    "driver.worker_started": _worker_started,
-    "driver.worker_ready": _worker_ready,
-    "driver.worker_gone": _worker_gone,
-    "driver.generation_formed": _generation_formed,
-    "job.described": _job_described,
-    "worker.generation_started": _generation_started,
-    "worker.step_committed": _step_committed,
-    "worker.commit_kept": _commit_kept,
-    "run.finished": _run_finished,
-}
+        schedule = Schedule(**{key: job[key] for key in keys},
+                            drop_last=bool(job.get("drop_last")))
+    except (ConfigError, LookupError):
+        return {}
+    return {"steps_due": schedule.steps, "global_batch": int(job["global_batch"]),
+            "microbatches": int(job["microbatches"])}

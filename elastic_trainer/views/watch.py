@@ -18,7 +18,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,10 +31,11 @@ from rich.segment import Segment, SegmentLines
 from rich.table import Table
 from rich.text import Text
 
-from elastic_trainer.events.history import History, UntilFinished, goodput_of
 from elastic_trainer.events.now import Now, NowReader
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.events.sigterm import ended_by_sigterm
+from elastic_trainer.events.told import Told
 from elastic_trainer.views.host_rows import (
     PHASE,
     HostRow,
@@ -47,7 +47,7 @@ from elastic_trainer.views.host_rows import (
     host_rows,
 )
 from elastic_trainer.views.prices import Pricing
-from elastic_trainer.views.status import RECENT_EVENTS, Event, Status, fold
+from elastic_trainer.views.status import RECENT_EVENTS, Status, line_of, status_of
 from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:
@@ -191,7 +191,8 @@ class Watch:
 
     def __init__(self, run_dir: str | Path, console: Console | None = None):
         self.console = console or Console()
-        self.status = Status(run=Path(run_dir).name)
+        self._run = Run(name=Path(run_dir).name, told=Told(most_newest=MOST_NEWS))
+        self.status = status_of(self._run)
         self.failure: OSError | None = None
         """Why the view has ended before stop(): the log could not be read."""
         self._log = Reader(Path(run_dir))
@@ -235,9 +236,6 @@ class Watch:
         """Return what the terminal shows now."""
         return panel(self.status)
 
-    def _take(self, event: Event) -> None:
-        """Take an event beside the status."""
-
     def _follow(self, show: Callable[[], None]) -> None:
         is_last = False
         while True:
@@ -248,15 +246,13 @@ class Watch:
             is_last = self._is_stopped.wait(REFRESH_S)
 
     def _read(self) -> None:
-        status = self.status
-        for event in self._log.events():
-            self._take(event)
-            before, status = status, fold(status, event)
-            self._news += status.recent[-1:] if status.recent is not before.recent else ()
+        before = len(self._run.told)
+        self._run.read_all(self._log.events())
+        self._news += map(line_of, self._run.told.last(len(self._run.told) - before))
         left_out = self._log.left_out
         self._news += [f"{name} {reason}, and its events are left out."
-                       for name, reason in left_out.items() if name not in status.left_out]
-        self.status = replace(status, skipped=self._log.malformed, left_out=(*left_out,))
+                       for name, reason in left_out.items() if name not in self.status.left_out]
+        self.status = status_of(self._run, self._log.malformed, left_out)
 
     def _print_news(self) -> None:
         for line in self._news:
@@ -286,7 +282,6 @@ class FullWatch(Watch):
         self.goodput: float | None = None
         self.now: Now | None = None
         self._now_reader = NowReader(self.run_dir, is_copy=far is not None)
-        self._gate, self._history = UntilFinished(), History(run=self.run_dir.name)
         self._drawn_at = -math.inf
 
     def _redraw(self, live: Live) -> None:
@@ -300,12 +295,8 @@ class FullWatch(Watch):
         return plain_line(self.status, is_far=self.far is not None)
 
     def picture(self) -> Panel:
-        self.goodput, self.now = goodput_of(self._history), self._now_reader.read()
+        self.goodput, self.now = self._run.goodput, self._now_reader.read()
         return view(self, time.time())
-
-    def _take(self, event: Event) -> None:
-        for through in self._gate.take(event):
-            self._history.read(through)
 
 
 def watch(run_dir: str | Path, console: Console | None = None,

@@ -47,7 +47,7 @@ from typing import Any
 from bounded import bounded
 
 from elastic_trainer.events.segments import Reader
-from elastic_trainer.events.summary import read_log
+from elastic_trainer.events.summary import read_run
 from elastic_trainer.rehearse.costs import costs_of
 from elastic_trainer.rehearse.storm import Storm, parse_storm, rows_of
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row, text_of
@@ -130,7 +130,7 @@ def keep(folder: Path, costs: list[Path], run: Path) -> None:
 
 def compare(run: Path, planned: dict[str, Any]) -> dict[str, Any]:
     """Return both books, account by account, and the distance."""
-    history, result = read_log(run)
+    run_so_far, result = read_run(run)
     books, own = result["books"], costs_of(Reader(run).events(to_the_end=True))
     paused_s = sum(sum(getattr(own, name)) for name in ("loss_s", "change_s")
                    if name in own.measured)
@@ -143,7 +143,7 @@ def compare(run: Path, planned: dict[str, Any]) -> dict[str, Any]:
             "wall_s": result["wall_s"], "attempts": [result["attempts"], planned["attempts"]],
             "pausing_s": [round(paused_s, 2), planned["pausing_s"]],
             "restarting_s": [books["restarting_s"], planned["waiting_s"]],
-            "redone_s": [round(history.dropped_s, 2), planned["redone_s"]]}
+            "redone_s": [round(run_so_far.closed().dropped_s, 2), planned["redone_s"]]}
 
 
 def main() -> None:
@@ -168,7 +168,7 @@ def main() -> None:
         run = replay(runs, f"played-{options.seed}",
                      rows_of(storm, HOSTS) if options.as_is else spaced(storm), options)
         load = os.getloadavg()
-        seconds = read_log(run)[1]["wall_s"]
+        seconds = read_run(run)[1]["wall_s"]
         found = compare(run, forecast(run, costs, options.checkpoint_every, seconds))
         if options.keep:
             keep(options.keep, costs, run)

@@ -1,4 +1,4 @@
-"""The trace of a run, as a viewer reads it: with the classes of the wheel `perfetto`."""
+"""The trace of a run, as a viewer reads the JSON of trace events."""
 
 from __future__ import annotations
 
@@ -9,81 +9,77 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_report import RUN, event, generation, step
 
 from elastic_trainer.events.event_kind import PAUSE_PARTS
-from elastic_trainer.events.summary import read_log
+from elastic_trainer.events.run import Run
+from elastic_trainer.events.summary import read_run
+from elastic_trainer.events.told import Told
 from elastic_trainer.events.trace import Trace
-from elastic_trainer.views import tracks
-from elastic_trainer.views.perfetto import SLACK_NS, Slice, laned
-from elastic_trainer.views.tracks import Tracks, steps_of, write_trace
+from elastic_trainer.views.run_trace import (
+    SLACK_NS,
+    Slice,
+    laned,
+    steps_of,
+    told_for_marks,
+    write_trace,
+)
 
-pb = pytest.importorskip("perfetto.protos.perfetto.trace.perfetto_trace_pb2")
 Event = dict[str, Any]
 
 
 @dataclass
-class Track:
-    """What a viewer shows of one track."""
+class Row:
+    """What a viewer shows of one row."""
 
-    name: str
-    parent: int
-    slices: list[tuple[int, int, str, int, dict[str, Any]]] = field(default_factory=list)
-    """Start, end, name, depth, facts."""
+    group: str
+    slices: list[tuple[float, float, str, int, dict[str, Any]]] = field(default_factory=list)
+    """Start and end in seconds, name, depth, facts."""
     marks: list[str] = field(default_factory=list)
     counts: list[float] = field(default_factory=list)
 
 
-def viewed(file: Path) -> dict[str, list[Track]]:
-    """Return the tracks of a trace by name. Asserts that each slice ends, and that the packets of
-    a track are in the order of time."""
-    tracks: dict[int, Track] = {}
-    names: dict[tuple[str, int], str] = {}
-    open_slices: dict[int, list[Any]] = defaultdict(list)
-    last: dict[int, int] = defaultdict(int)
-    for packet in pb.Trace.FromString(file.read_bytes()).packet:
-        for kind in ("event_names", "debug_annotation_names"):
-            names |= {(kind, one.iid): one.name for one in getattr(packet.interned_data, kind)}
-        if packet.HasField("track_descriptor"):
-            told = packet.track_descriptor
-            assert told.uuid not in tracks
-            tracks[told.uuid] = Track(told.name, told.parent_uuid)
-        if not packet.HasField("track_event"):
-            continue
-        told, track = packet.track_event, tracks[packet.track_event.track_uuid]
-        facts = {names["debug_annotation_names", one.name_iid]:
-                 getattr(one, one.WhichOneof("value")) for one in told.debug_annotations}
-        name = names["event_names", told.name_iid] if told.name_iid else ""
-        if told.type in (pb.TrackEvent.TYPE_SLICE_BEGIN, pb.TrackEvent.TYPE_SLICE_END):
-            assert packet.timestamp >= last[told.track_uuid], track.name
-            last[told.track_uuid] = packet.timestamp
-        if told.type == pb.TrackEvent.TYPE_SLICE_BEGIN:
-            open_slices[told.track_uuid].append((packet.timestamp, name, facts))
-        elif told.type == pb.TrackEvent.TYPE_SLICE_END:
-            start, name, facts = open_slices[told.track_uuid].pop()
-            depth = len(open_slices[told.track_uuid])
-            track.slices.append((start, packet.timestamp, name, depth, facts))
-        elif told.type == pb.TrackEvent.TYPE_INSTANT:
-            track.marks.append(name)
-        else:
-            track.counts.append(told.double_counter_value)
-    assert not any(open_slices.values())
-    found: dict[str, list[Track]] = defaultdict(list)
-    for track in tracks.values():
-        found[track.name].append(track)
+def viewed(file: Path) -> dict[str, list[Row]]:
+    """Return the rows of a trace by name. Asserts that the slices of a row nest, in the order of
+    their beginnings."""
+    trace = json.loads(file.read_text())
+    groups, names, rows = dict[int, str](), dict[tuple[int, int], str](), dict[Any, Row]()
+    open_ends: dict[Any, list[float]] = defaultdict(list)
+    for one in trace["traceEvents"]:
+        key = one["pid"], one.get("tid", one["name"])
+        match one["ph"], one["name"]:
+            case "M", "process_name":
+                groups[one["pid"]] = one["args"]["name"]
+            case "M", "thread_name":
+                names[key], rows[key] = one["args"]["name"], Row(groups[one["pid"]])
+            case "C", name:
+                names[key] = name
+                rows.setdefault(key, Row(groups[one["pid"]])).counts.append(one["args"][name])
+            case "i", name:
+                rows[key].marks.append(name)
+            case "X", name:
+                ends, end = open_ends[key], round(one["ts"] + one["dur"], 3)
+                while ends and ends[-1] <= one["ts"]:
+                    ends.pop()
+                assert not ends or end <= ends[-1], one
+                rows[key].slices.append((trace["otherData"]["start"] + one["ts"] / 1e6,
+                                         trace["otherData"]["start"] + end / 1e6, name, len(ends),
+                                         one["args"]))
+                ends.append(end)
+    found: dict[str, list[Row]] = defaultdict(list)
+    for key, row in rows.items():
+        found[names[key]].append(row)
     return found
 
 
 def written(folder: Path, events: list[Event]) -> Path:
     """Return the trace of a run with these events."""
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    taken = Tracks()
-    history, _ = read_log(folder, taken.through)
-    write_trace(taken, history, folder, folder / "run.pftrace")
-    return folder / "run.pftrace"
+    run, _ = read_run(folder, told_for_marks())
+    write_trace(run, folder, folder / "run.json")
+    return folder / "run.json"
 
 
 FORMED = [event(5.9, "driver.host_added", host=f"local-{number}", slots=1) for number in (1, 2)]
@@ -98,10 +94,16 @@ STORY = sorted([
     key=lambda one: one["time"])
 
 
-def of(seen: Mapping[str, list[Track]], name: str) -> list[tuple[float, float, str]]:
-    """Return the slices of the only track with a name, in seconds."""
-    (track,) = seen[name]
-    return sorted((start / 1e9, end / 1e9, what) for start, end, what, *_ in track.slices)
+def of(seen: Mapping[str, list[Row]], name: str) -> list[tuple[float, float, str]]:
+    """Return the slices of the only row with a name."""
+    (row,) = seen[name]
+    return sorted((round(start, 6), round(end, 6), what) for start, end, what, *_ in row.slices)
+
+
+def listed(seen: Mapping[str, list[Row]], host: str) -> Row:
+    """Return the row of a host on the list."""
+    (row,) = [row for row in seen["list"] if row.group == f"host {host}"]
+    return row
 
 
 def test_the_trace_has_all_of_the_run(tmp_path: Path) -> None:
@@ -119,8 +121,8 @@ def test_the_trace_has_all_of_the_run(tmp_path: Path) -> None:
     assert of(seen, "worker local-2/0/1") == [
         (1.0, 5.0, "boots"), (5.0, 5.0, "ready"), (5.0, 9.6, "in the world")]
     assert of(seen, "worker local-1/0/1")[-1] == (5.0, 12.0, "in the world")
-    assert of(seen, "host local-1") == [(1.0, 12.0, "on the list")]
-    assert seen["host local-2"][0].marks == ["driver.host_added", "driver.worker_gone"]
+    assert of({"": [listed(seen, "local-1")]}, "") == [(1.0, 12.0, "on the list")]
+    assert listed(seen, "local-2").marks == ["driver.host_added", "driver.worker_gone"]
     assert seen["workers"][0].counts == [2, 2, 0, 2, 0]
     assert len(seen["samples/s"][0].counts) == len(seen["loss"][0].counts) == 6
 
@@ -146,7 +148,7 @@ def test_nothing_of_an_attempt_goes_on_when_its_driver_was_killed(tmp_path: Path
     seen = viewed(written(tmp_path, [*attempt(1, 0.0), *attempt(2, later)]))
     assert of(seen, "attempts") == [(0.0, 7.0, "attempt 1"), (later, later + 7, "attempt 2")]
     assert [end for _, end, _ in of(seen, "generations")] == [7.0, later + 7]
-    assert of(seen, "host h-1") == [(0.0, 7.0, "on the list")]
+    assert of({"": [listed(seen, "h-1")]}, "") == [(0.0, 7.0, "on the list")]
     assert of(seen, "worker h-1/0/1")[-1] == (5.0, 7.0, "in the world")
     assert of(seen, "worker h-2/0/2")[-1] == (later + 5, later + 7, "in the world")
 
@@ -183,13 +185,12 @@ def test_the_spans_of_a_worker_are_below_it(tmp_path: Path) -> None:
         trace.end_step()
     trace.close()
     seen = viewed(written(tmp_path, STORY))
-    (loop,) = seen["loop"]
+    (loop,) = seen["loop of local-1/0/1"]
     assert sorted((name, depth, facts["step"]) for *_, name, depth, facts in loop.slices) == [
         ("forward", 1, 0), ("forward", 1, 1), ("forward", 1, 2),
         ("step", 0, 0), ("step", 0, 1), ("step", 0, 2)]
-    assert len(seen["network"][0].slices) == 3
-    owner = seen["worker local-1/0/1"][0]
-    assert loop.parent and seen["host local-1"] and owner.slices
+    assert len(seen["network of local-1/0/1"][0].slices) == 3
+    assert loop.group == seen["worker local-1/0/1"][0].group == "host local-1"
 
 
 @settings(max_examples=300, deadline=None)
@@ -213,11 +214,11 @@ def test_slices_of_a_track_never_overlap_but_nest(times: list[tuple[int, int]]) 
 
 def test_neighbouring_steps_of_a_long_run_share_a_slice() -> None:
     """Of one generation only; their number, samples and time are kept."""
-    long = Tracks()
+    long = Run()
     for number in (1, 2):
-        long.take(generation(100.0 * number, number, 0, "memory", 0.1))
+        long.read(generation(100.0 * number, number, 0, "memory", 0.1))
         for at in range(25):
-            long.take(step(100.0 * number + at + 1, at, generation=number))
+            long.read(step(100.0 * number + at + 1, at, generation=number))
     slices = list(steps_of(long, 10))
     assert [one.facts["steps"] for one in slices] == [10, 10, 5, 10, 10, 5]
     assert [one.facts["step"] for one in slices] == [0, 10, 20, 0, 10, 20]
@@ -225,16 +226,18 @@ def test_neighbouring_steps_of_a_long_run_share_a_slice() -> None:
     assert slices[0].start == 100 * 10**9 and slices[0].end == 110 * 10**9
 
 
-def test_marks_beyond_the_limit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_beyond_the_limit_are_counted(tmp_path: Path) -> None:
     """The trace stays small, and says so."""
-    monkeypatch.setattr(tracks, "MAX_MARKS", 3)
-    seen = Tracks()
-    for one in STORY:
-        seen.take(one)
-    assert seen.count == 3 and seen.left_out > 0
+    run = Run(told=Told(most_first=3)).read_all(STORY)
+    more = len(run.told) - 3
+    assert more > 0 and f"{more} marks after the first" in write_trace(
+        run, tmp_path, tmp_path / "run.json")
+    assert sum(len(row.marks) for rows in viewed(tmp_path / "run.json").values()
+               for row in rows) <= 3
 
 
 def test_a_run_without_steps_has_a_trace(tmp_path: Path) -> None:
     """Of what has happened so far."""
     seen = viewed(written(tmp_path, RUN[:5]))
-    assert of(seen, "attempts") == [(1.0, 4.0, "attempt 1")] and "steps" not in seen
+    assert of(seen, "attempts") == [(1.0, 4.0, "attempt 1")]
+    assert not seen["steps"][0].slices

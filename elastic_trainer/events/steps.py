@@ -1,0 +1,120 @@
+"""The finished steps of a run in packed columns: 48 bytes a step, for a run of any length.
+
+lines of steps → here → run, accounts → charts, pictures, traces
+
+What always holds:
+1. A step stands in the columns once for each line that reports it, in the order of the log. A line
+   that repeats a step which is kept is left out.
+2. `kept` has the place of each step of the kept history, in the order of the steps: a step that a
+   start from a checkpoint dropped is not in it, and a step that was done twice is in it once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+CHUNK_STEPS = 2**16
+Floats = npt.NDArray[np.float64]
+
+
+class Step(NamedTuple):
+    """One finished step."""
+
+    number: int
+    end: float
+    seconds: float
+    samples: int
+    loss: float
+
+
+class Steps:
+    """The lines about finished steps."""
+
+    def __init__(self) -> None:
+        self.numbers, self.samples = array("q"), array("q")
+        self.ends, self.seconds, self.losses = array("d"), array("d"), array("d")
+        self.kept = array("q")
+        self.counts_samples = True
+        """False for a script in Horovod's own style: it logs commits, and no samples."""
+
+    @property
+    def unit(self) -> str:
+        """What rates count: samples or steps."""
+        return "samples" if self.counts_samples else "steps"
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def add(self, step: Step, *, is_repeated: bool = False) -> bool:
+        """Add a line; return whether it is the first of its step in the kept history."""
+        kept, number = self.kept, step.number
+        place, is_first = len(kept), True
+        if kept and self.numbers[kept[-1]] >= number:
+            place = bisect_left(kept, number, key=self.numbers.__getitem__)
+            is_first = self.numbers[kept[place]] != number
+        if is_repeated and not is_first:
+            return False
+        if is_first:
+            kept.insert(place, len(self.numbers))
+        self.numbers.append(number)
+        self.ends.append(step.end)
+        self.seconds.append(step.seconds)
+        self.samples.append(step.samples)
+        self.losses.append(step.loss)
+        return is_first
+
+    def drop(self, first: int) -> list[Step]:
+        """Take the steps from `first` on out of the kept history, and return them."""
+        place = bisect_left(self.kept, first, key=self.numbers.__getitem__)
+        dropped = [self.at(line) for line in self.kept[place:]]
+        del self.kept[place:]
+        return dropped
+
+    def at(self, line: int) -> Step:
+        """Return the step of a line."""
+        return Step(self.numbers[line], self.ends[line], self.seconds[line], self.samples[line],
+                    self.losses[line])
+
+    @property
+    def newest(self) -> Step | None:
+        """The newest step of the kept history."""
+        return self.at(self.kept[-1]) if self.kept else None
+
+    def kept_losses(self) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Return the numbers and the losses of the kept history."""
+        kept = np.array(self.kept, dtype=np.int64)
+        return np.array(self.numbers, dtype=np.int64)[kept], np.array(self.losses)[kept]
+
+    def done_by(self, moments: Sequence[float]) -> Floats:
+        """Return how many samples (or steps, without samples) were done at each moment; the moments
+        rise.
+
+        The samples of a step are spread over its time: otherwise slow steps would look like pauses.
+        """
+        edges, totals = np.asarray(moments), np.zeros(len(moments))
+        for low in range(0, len(self), CHUNK_STEPS):
+            ends, seconds, samples = (
+                np.array(column[low : low + CHUNK_STEPS], dtype=np.float64)
+                for column in (self.ends, self.seconds, self.samples))
+            if not self.counts_samples:
+                samples[:] = 1.0
+            seconds = np.maximum(seconds, 1e-9)
+            at, last = edges.searchsorted(ends - seconds, side="right"), edges.searchsorted(ends)
+            totals += np.bincount(last, samples, len(edges) + 1)[:-1].cumsum()
+            while len(within := np.flatnonzero(at < last)):  # few steps have a moment within
+                done = 1.0 - (ends[within] - edges[at[within]]) / seconds[within]
+                totals += np.bincount(at[within], done * samples[within], len(edges))
+                at[within] += 1
+        return totals
+
+    def rates(self, moments: Sequence[float], width_s: float) -> list[float]:
+        """Return the samples a second between each two neighbours of the moments, which are
+        `width_s` apart without the time in which the run was stopped."""
+        rates = np.diff(self.done_by(moments)).clip(min=0.0) / max(width_s, 1e-9)
+        return [float(rate) for rate in rates]
