@@ -283,10 +283,12 @@ def _tell(text: str, options: argparse.Namespace) -> None:
 
 
 def _prices(options: argparse.Namespace) -> Pricing | None:
-    from elastic_trainer.views.prices import load
-
+    if not options.prices:
+        return None
     if options.prices != Path("ec2"):
-        return load(options.prices) if options.prices else None
+        from elastic_trainer.views.prices import load
+
+        return load(options.prices)
     from elastic_trainer.views.ec2_prices import Ec2Prices
 
     prices = Ec2Prices()
@@ -297,9 +299,11 @@ def _prices(options: argparse.Namespace) -> Pricing | None:
 
 def _with_costs(result: dict[str, Any], prices: Pricing | None) -> dict[str, Any]:
     """Return a result with what the run costs, if there are prices."""
+    if prices is None:
+        return result
     from elastic_trainer.views.prices import costs
 
-    return result | {"costs": costs(result, prices)} if prices else result
+    return result | {"costs": costs(result, prices)}
 
 
 def show_hosts(hosts_file: Path) -> int:

@@ -178,17 +178,12 @@ def label(case: Case) -> str:
 
 def show(rows: Sequence[Row], costs: Sequence[str]) -> None:
     """Print the tables."""
-    from rich.console import Console
-    from rich.table import Table
+    from elastic_trainer.views.tables import Table, print_table
 
-    table = Table(title="medians of all steps", title_justify="left")
-    for heading in ("arm", "workers", "batch", "ms/step", "samples/s", "speed-up", "efficiency",
-                    "of DDP"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
-    for row in rows:
-        case = row.case
-        table.add_row(case.arm, str(case.workers), str(row.batch), f"{1000 * row.step_s:.1f}",
-                      f"{row.rate:.1f}", f"{row.speedup:.2f}", f"{row.efficiency:.0%}",
-                      "" if row.to_peer is None else f"{row.to_peer:.3f}")
-    Console().print(table)
+    heads = ["arm", "workers", "batch", "ms/step", "samples/s", "speed-up", "efficiency", "of DDP"]
+    print_table(Table(heads, [
+        [row.case.arm, str(row.case.workers), str(row.batch), f"{1000 * row.step_s:.1f}",
+         f"{row.rate:.1f}", f"{row.speedup:.2f}", f"{row.efficiency:.0%}",
+         "" if row.to_peer is None else f"{row.to_peer:.3f}"] for row in rows],
+        title="medians of all steps"), numbers=heads[1:])
     print(*costs, sep="\n")

@@ -330,17 +330,13 @@ def print_outcome(wanted: Rehearsal, outcome: Outcome, fleet: str) -> None:
     """Print the judgement as a table, the verdict in one line, and the next commands. `fleet`: a
     larger one for `plan`; "": plan cannot read the costs of this run."""
     from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
+    from elastic_trainer.views.tables import Table, print_table
+
     console = Console()
-    table = Table(title=Text(plain(f"rehearsal {wanted.run_dir.name}: {wanted.source}")),
-                  show_header=False, title_justify="left")
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for label, text in rows(outcome, wanted.price):
-        table.add_row(label, Text(plain(text)))
-    console.print(table)
+    print_table(Table([], rows(outcome, wanted.price),
+                      title=f"rehearsal {wanted.run_dir.name}: {wanted.source}"), console=console)
     for fault in outcome.faults:
         console.print(Text(plain(f"wrong: {fault}"), style="red"), soft_wrap=True)
     verdict = ("passed: each sample counted once" if outcome.is_right else

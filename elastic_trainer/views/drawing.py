@@ -121,7 +121,7 @@ class Chart:
     @property
     def svg(self) -> Markup:
         """The picture alone, for a page. The page has the style, the patterns and the legends."""
-        return Markup(  # noqa: S704 (all texts of the shapes are escaped)
+        return Markup(  # all texts of the shapes are escaped
             f'<svg class="chart" role="img" aria-label="{_safe(self.title)}" viewBox="0 '
             f'{self.top:g} {WIDTH} {self.bottom - self.top:g}"><title>{_safe(self.title)}</title>'
             f'{"".join(self._shapes)}</svg>')
@@ -131,7 +131,7 @@ class Chart:
         self.text(LEFT, 28, heading, "title")
         self.text(LEFT, 50, line, "dim")
         return template().get_template("picture.svg").render(
-            heading=heading, line=line, height=self._draw_legends(), shapes=Markup(  # noqa: S704
+            heading=heading, line=line, height=self._draw_legends(), shapes=Markup(
                 "\n".join(self._shapes)))
 
     def _draw_legends(self) -> float:

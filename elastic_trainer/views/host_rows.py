@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from elastic_trainer.events.fleet import LiveWorker
 from elastic_trainer.events.now import Now, WorkerNow
-from elastic_trainer.views.prices import Pricing
 from elastic_trainer.views.status import Status
+
+if TYPE_CHECKING:
+    from elastic_trainer.views.prices import Pricing
 
 STATES = ("draining", "waiting", "booting", "training", "finished", "spare", "standby", "idle",
           "gone")

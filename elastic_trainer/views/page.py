@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from heapq import nlargest
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
@@ -34,10 +34,12 @@ from elastic_trainer.events.told import Telling
 from elastic_trainer.views import charts, run_picture
 from elastic_trainer.views.drawing import Chart, duration, template
 from elastic_trainer.views.host_rows import age, bounded, caption, cells, columns, host_rows
-from elastic_trainer.views.prices import Pricing
 from elastic_trainer.views.status import Status
 from elastic_trainer.views.summary_table import side_by_side
 from elastic_trainer.views.tables import Table
+
+if TYPE_CHECKING:
+    from elastic_trainer.views.prices import Pricing  # with pydantic: 0.2 s
 
 LONGEST_RECOVERIES, NEWEST_CHECKPOINTS = 12, 10
 MOST_ROWS = 200

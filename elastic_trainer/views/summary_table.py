@@ -6,11 +6,12 @@ result.json's content → here → tables (`report`, the end of `run`), page
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.views.tables import Table, print_table
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HOUR_S = 3600.0
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-from rich.console import Console
-from rich.table import Table as RichTable
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from elastic_trainer.wire.plain import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table as RichTable
 
 PIPE_COLUMNS = 200
 """Columns where stdout is no terminal."""
@@ -39,9 +40,12 @@ class Table:
 
 def grid(heads: Sequence[str], title: str = "", numbers: Collection[str] = ()) -> RichTable:
     """Return an empty table for a terminal; the columns `numbers` are aligned to the right."""
+    from rich.table import Table as RichTable  # a page does without rich: 0.1 s
+    from rich.text import Text
+
     table = RichTable(title=Text(plain(title), style="bold") if title else None, box=None,
                       title_justify="left", padding=(0, 2, 0, 0), pad_edge=False,
-                      header_style="dim", show_header=any(heads))
+                      header_style="dim", show_header=any(heads) or not heads)
     for head in heads:
         table.add_column(Text(plain(head)), overflow="fold",
                          justify="right" if head in numbers else "left")
@@ -51,6 +55,9 @@ def grid(heads: Sequence[str], title: str = "", numbers: Collection[str] = ()) -
 def print_table(table: Table, numbers: Collection[str] = (), console: Console | None = None
                 ) -> None:
     """Print a table for a person. No text of it is markup, or a control sequence."""
+    from rich.console import Console
+    from rich.text import Text
+
     console = console or Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     heads = table.heads or ["" for _ in table.rows[0]]
     shown = grid(heads, table.title, numbers)

@@ -48,6 +48,7 @@ from elastic_trainer.views.host_rows import (
 )
 from elastic_trainer.views.prices import Pricing
 from elastic_trainer.views.status import RECENT_EVENTS, Status, line_of, status_of
+from elastic_trainer.views.tables import grid
 from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ def _rendered(console: Console, *parts: RenderableType) -> list[list[Segment]]:
 
 
 def _hosts(watch: FullWatch, rows: list[HostRow], moment: float) -> RenderableType:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = grid([])
     heads = columns(watch.status, watch.now, watch.prices)
     if PHASE in heads and watch.console.width < NARROW:
         heads = [name for name in heads if name != "type"]
