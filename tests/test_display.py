@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,6 @@ def test_text_is_shown_as_it_is_but_for_what_a_terminal_obeys() -> None:
     assert plain(greeting) == greeting == plain_text(greeting)
     assert plain(HOSTILE) == SEEN + r"\nline 2" and plain_text(HOSTILE) == SEEN + "\nline 2"
     assert plain_output("\x1b[31mred\x1b[2J") == "\x1b[31mred\\x1b[2J\x1b[0m"
-    assert plain_text(HOSTILE) == SEEN + "\nline 2"
 
 
 @pytest.mark.parametrize("field", ["run", "weights_sha256"])
@@ -86,6 +86,24 @@ def test_the_fleets_table_shows_them_as_text(field: str, capsys: pytest.CaptureF
     print_hosts(
         {"time": 9e9, "cloud_failures": 0, "unheard": 0, "hosts": [HOST | {field: HOSTILE}]})
     assert_harmless(capsys.readouterr().out)
+
+
+def test_the_fleets_table_counts_workers_that_do_the_same(
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """A host that tells nothing of its workers has a row, too."""
+    workers = ["step 7", "booting", "step 7", "waiting 6"]
+    print_hosts({"time": 0.0, "cloud_failures": 0, "unheard": 0, "hosts": [
+        HOST | {"workers": workers}, HOST | {"workers": None}]})
+    assert "1 booting, 2 at step 7, 1 waiting 6" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("age_s", [0.0, 3600.0])
+def test_the_fleets_table_shows_its_age_when_its_poller_is_dead(
+        capsys: pytest.CaptureFixture[str], age_s: float) -> None:
+    """It is of some moment in the past then, however it looks."""
+    print_hosts({"time": time.time() - age_s, "cloud_failures": 0, "unheard": 0, "hosts": []})
+    assert ("this table is 3600 s old: the poller has not run since"
+            in capsys.readouterr().out) == (age_s > 0)
 
 
 EVENTS: list[dict[str, Any]] = [{"event": "run.started", "run": HOSTILE},

@@ -64,7 +64,7 @@ def test_a_page_shows_each_part_of_a_run_and_needs_nothing_else(tmp_path: Path) 
     assert len(identities) == len({*identities})
     assert {*re.findall(r"url\(#([^)]*)\)", text)} == {*identities}
     legend = text.partition("<h2>Recoveries</h2>")[2]
-    assert re.findall(r'fill (\w+)" width="14"', legend) == [*PAUSE_PARTS]
+    assert re.findall(r'fill (\w+)" x="-7"', legend) == [*PAUSE_PARTS]
     for title in ("Samples a second, and what happened", "Loss", "Hosts", "Recoveries",
                   "Where the time of the hosts went", "Checkpoints", "Events", "Configuration"):
         assert title in tree.texts

@@ -18,7 +18,6 @@ from rich.console import Console
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.summary import summarize, write_result
 from elastic_trainer.training.account import is_finished
-from elastic_trainer.views.fleet_table import print_hosts
 from elastic_trainer.views.page import page, read
 from elastic_trainer.views.status import RECENT_EVENTS
 from elastic_trainer.views.summary_table import print_summary
@@ -37,26 +36,21 @@ def step(time: float, number: int, *, attempt: int = 1, generation: int = 1, **f
     return event(time, "worker.step_committed", step=number, **place, **line)
 
 
-def generation(time: float,
-               number: int,
-               at: int,
-               source: str,
-               pause_s: float,
-               *,
-               attempt: int = 1) -> Event:
+def generation(time: float, number: int, at: int, source: str, pause_s: float, *, attempt: int = 1
+               ) -> Event:
     place = {"attempt": attempt, "generation": number, "size": 2, "rank": 0}
-    return event(time,
-                 "worker.generation_started",
-                 step=at,
-                 source=source,
-                 pause_s=pause_s,
+    return event(time, "worker.generation_started", step=at, source=source, pause_s=pause_s,
                  **place)
 
 
-JOB = {
-    "dataset_size": 80, "global_batch": 8, "microbatches": 2, "epochs": 1, "seed": 0,
-    "max_steps": None
-}
+def gone(time: float, host: str, pid: int, exit_code: int | None = -9, reason: str = "crashed"
+         ) -> Event:
+    return event(time, "driver.worker_gone", worker=f"{host}/0/1", host=host, pid=pid,
+                 exit_code=exit_code, reason=reason)
+
+
+JOB = {"dataset_size": 80, "global_batch": 8, "microbatches": 2, "epochs": 1, "seed": 0,
+       "max_steps": None}
 RUN = [
     event(0.0, "run.started", options={}),
     event(1.0, "attempt.started"),
@@ -64,11 +58,7 @@ RUN = [
     event(1.0, "driver.worker_started", host="local-2", slot=0, worker="local-2/0/1", pid=42),
     event(4.0, "driver.worker_ready", worker="local-1/0/1", boot_s=3.0),
     event(5.0, "driver.worker_ready", worker="local-2/0/1", boot_s=4.0),
-    event(5.0,
-          "driver.generation_formed",
-          generation=1,
-          size=2,
-          hosts=["local-1", "local-2"],
+    event(5.0, "driver.generation_formed", generation=1, size=2, hosts=["local-1", "local-2"],
           reason="start"),
     generation(6.0, 1, 0, "fresh", 5.0),
     event(6.0, "job.described", **JOB, reduce="exact"),
@@ -77,28 +67,12 @@ RUN = [
     event(8.5, "state.checkpoint_published", step=2, bytes=8, duration_s=0.1),
     step(9.0, 2),
     # step 3 is in flight for half a second, then worker 42 dies, and the pause is 0.4 s
-    event(
-        9.6,
-        "driver.worker_gone",
-        worker="local-2/0/1",
-        host="local-2",
-        pid=42,
-        exit_code=-9,
-        reason="crashed",
-    ),
+    gone(9.6, "local-2", 42),
     event(9.8, "worker.step_redone", generation=2, step=3),
     generation(9.9, 2, 3, "memory", 0.4),
     step(9.9, 2, generation=2, step_s=0.0, repeated=True),
     step(11.0, 3, generation=2),
-    event(
-        12.0,
-        "driver.worker_gone",
-        worker="local-1/0/1",
-        host="local-1",
-        pid=41,
-        exit_code=137,
-        reason="crashed",
-    ),
+    gone(12.0, "local-1", 41, 137),
     event(12.0, "attempt.ended", exit_code=1, verdict="failed"),
     event(13.0, "attempt.started", attempt=2),
     generation(16.0, 1, 2, "checkpoint", 2.0, attempt=2),
@@ -112,14 +86,8 @@ RUN = [
 def test_result_counts_the_kept_history() -> None:
     """Steps and samples are those of the finish; what was done again is counted apart."""
     result = summarize(RUN)
-    assert {key: result[key]
-            for key in ("steps", "samples", "loss", "weights_sha256", "finished")} == {
-                "steps": 4,
-                "samples": 32,
-                "loss": 0.0,
-                "weights_sha256": "5a",
-                "finished": True,
-            }
+    assert {"steps": 4, "samples": 32, "loss": 0.0, "weights_sha256": "5a", "finished": True
+            }.items() <= result.items()
     assert (result["attempts"], result["generations"]) == (2, 3)
     assert (result["steps_redone"], result["steps_rolled_back"]) == (1 + 2, 2)
     assert result["pauses"] == [0.4] and result["workers_lost"] == {"crashed": 2}
@@ -131,15 +99,10 @@ def test_the_report_accounts_for_every_second() -> None:
     result = summarize(RUN)
     assert result["wall_s"] == 19.0
     assert result["books"] == {
-        "booting_s": 6.0,
-        "training_s": 3.5 + 1.1 + 3.0,
-        "pausing_s": 0.4,
-        "restarting_s": 1.0 + 4.0,
-        "stopped_s": 0.0,
-    }
-    assert result["goodput"] == round(
-        4.0 / 13.0, 4
-    )  # steps 0 to 3, once each, of the 13 s since the first world
+        "booting_s": 6.0, "training_s": 3.5 + 1.1 + 3.0, "pausing_s": 0.4,
+        "restarting_s": 1.0 + 4.0, "stopped_s": 0.0}
+    # steps 0 to 3, once each, of the 13 s since the first world
+    assert result["goodput"] == round(4.0 / 13.0, 4)
 
 
 def test_hosts_account_for_their_workers() -> None:
@@ -169,12 +132,9 @@ def test_time_between_invocations_is_not_counted() -> None:
 def test_an_unfinished_run_is_summed_up_to_its_last_event() -> None:
     """A result can be asked for at any time."""
     result = summarize(RUN[:18])
-    assert (result["finished"], result["steps"], result["samples"], result["loss"]) == (False, 4,
-                                                                                        32, 0.0)
-    assert result["weights_sha256"] is None and result["wall_s"] == 11.0
-    nothing = summarize([])
-    assert (nothing["steps"], nothing["wall_s"], nothing["goodput"], nothing["loss"]) == (0, 0, 0.0,
-                                                                                          None)
+    assert {"finished": False, "steps": 4, "samples": 32, "loss": 0.0, "weights_sha256": None,
+            "wall_s": 11.0}.items() <= result.items()
+    assert {"steps": 0, "wall_s": 0, "goodput": 0.0, "loss": None}.items() <= summarize([]).items()
 
 
 def test_a_run_has_not_finished_when_it_was_resumed_with_more_steps() -> None:
@@ -194,14 +154,7 @@ def test_a_run_has_not_finished_when_it_was_resumed_with_more_steps() -> None:
 @pytest.mark.parametrize("reason", ["cut_off", "stuck", "exit_timeout", "join_failed"])
 def test_a_worker_is_lost_whatever_it_was_given_up_for(reason: str) -> None:
     """Each of the driver's reasons counts."""
-    gone = event(1.0,
-                 "driver.worker_gone",
-                 worker="a/0/1",
-                 host="a",
-                 pid=1,
-                 exit_code=-9,
-                 reason=reason)
-    assert summarize([gone])["workers_lost"] == {reason: 1}
+    assert summarize([gone(1.0, "a", 1, reason=reason)])["workers_lost"] == {reason: 1}
 
 
 @pytest.mark.parametrize(("shift_s", "at"), [(-3600.0, slice(11, None)), (1e9, slice(10, 11))],
@@ -296,11 +249,7 @@ def test_picture_follows_a_restart_back_to_its_checkpoint() -> None:
 
 def test_picture_pauses_while_a_generation_forms() -> None:
     """Between two generations no worker trains."""
-    formed = event(9.7,
-                   "driver.generation_formed",
-                   generation=2,
-                   size=1,
-                   hosts=["local-1"],
+    formed = event(9.7, "driver.generation_formed", generation=2, size=1, hosts=["local-1"],
                    reason="lost")
     assert status_of([*RUN[:14], formed]).phase == "pausing"
 
@@ -308,14 +257,9 @@ def test_picture_pauses_while_a_generation_forms() -> None:
 def test_picture_is_over_when_the_run_is() -> None:
     """A finish, the user's own error and a stop end it; a failed attempt does not."""
     assert status_of(RUN).phase == "finished"
-    for verdict, is_over in (
-        ("finished", True),
-        ("user_error", True),
-        ("interrupted", True),
-        ("failed", False),
-    ):
-        assert status_of([event(0.0, "attempt.ended", exit_code=1,
-                                verdict=verdict)]).is_over is is_over
+    for verdict in ("finished", "user_error", "interrupted", "failed"):
+        ended = event(0.0, "attempt.ended", exit_code=1, verdict=verdict)
+        assert status_of([ended]).is_over is (verdict != "failed")
 
 
 def test_kill_command_names_a_live_worker_that_stands_ready() -> None:
@@ -326,13 +270,8 @@ def test_kill_command_names_a_live_worker_that_stands_ready() -> None:
     assert status_of(RUN[:5]).kill_command == "kill -9 41"
     assert status_of(RUN[:6]).kill_command == "kill -9 42"
     assert status_of(RUN[:14]).kill_command == "kill -9 41"
-    remote = event(0.0,
-                   "driver.worker_started",
-                   host="10.0.0.7",
-                   slot=0,
-                   worker="10.0.0.7/0/1",
-                   pid=43,
-                   over_ssh=True)
+    remote = event(0.0, "driver.worker_started", host="10.0.0.7", slot=0, worker="10.0.0.7/0/1",
+                   pid=43, over_ssh=True)
     assert status_of([remote]).kill_command is None
     ready = event(1.0, "driver.worker_ready", worker="10.0.0.7/0/1", boot_s=1.0, pid=7)
     assert status_of([remote, ready]).kill_command == "ssh 10.0.0.7 kill -9 7"
@@ -399,14 +338,7 @@ def test_a_sentence_has_the_values_of_its_event(kind: str, facts: dict[str, Any]
 def test_each_end_of_a_worker_has_its_sentence(reason: str, exit_code: int | None,
                                                sentence: str) -> None:
     """`watch` shows how a worker ended; a reason that it does not know is shown as it is."""
-    gone = event(0.0,
-                 "driver.worker_gone",
-                 worker="a/0/1",
-                 host="a",
-                 pid=7,
-                 exit_code=exit_code,
-                 reason=reason)
-    assert sentences([gone]) == [f"host a: worker 7 {sentence}"]
+    assert sentences([gone(0.0, "a", 7, exit_code, reason)]) == [f"host a: worker 7 {sentence}"]
 
 
 def test_an_event_that_makes_no_sense_changes_nothing() -> None:
@@ -463,31 +395,6 @@ def test_events_and_the_kill_command_are_printed_where_there_is_no_terminal(tmp_
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert sum("try it: kill -9 42" in line and "training" in line for line in lines) == 1
     assert len(lines) == len(set(lines))
-
-
-def test_the_table_of_the_fleet_shows_what_the_workers_do(
-        capsys: pytest.CaptureFixture[str]) -> None:
-    """Workers that do the same are counted together."""
-    host = {
-        "name": "ip-10-0-0-7", "type": "g5.12xlarge", "slots": 4, "lifecycle": "spot",
-        "state": "running", "group_state": "InService", "deadline": None, "events": [],
-        "rebalance": False, "agent": "ready", "refused": 0, "since_s": 7.0,
-        "workers": ["step 7", "booting", "step 7",
-                    "waiting 6"], "standby": 1, "is_in": True, "why": "", "agent_why": ""
-    }
-    print_hosts({
-        "time": 0.0, "cloud_failures": 0, "unheard": 0, "hosts": [host, {**host, "workers": None}]
-    })
-    assert "1 booting, 2 at step 7, 1 waiting 6" in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("age_s", [0.0, 3600.0])
-def test_the_table_of_the_fleet_shows_its_age_when_its_poller_is_dead(
-        capsys: pytest.CaptureFixture[str], age_s: float) -> None:
-    """It is of some moment in the past then, however it looks."""
-    print_hosts({"time": time.time() - age_s, "cloud_failures": 0, "unheard": 0, "hosts": []})
-    assert ("this table is 3600 s old: the poller has not run since"
-            in capsys.readouterr().out) == (age_s > 0)
 
 
 def test_a_finished_run_has_not_failed_when_its_result_cannot_be_written(
