@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from typing import Any
 
 import elastic_trainer
 from elastic_trainer import config
-from elastic_trainer.training.options import Options
+from elastic_trainer.options import NEEDED, Common, Needed, Own, declared, in_words, plain_types
 
 PAGE = Path(__file__).with_suffix(".md")
 HEAD = """# Reference
@@ -111,7 +112,8 @@ def parameters(given: ast.arguments) -> list[str]:
     found = [one for one in map(parameter, ordinary, defaults) if one != "self"]
     if given.vararg or given.kwonlyargs:
         found.append(f"*{given.vararg.arg}" if given.vararg else "*")
-    return found + list(map(parameter, given.kwonlyargs, given.kw_defaults))
+    found += map(parameter, given.kwonlyargs, given.kw_defaults)
+    return found + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
 
 
 def parameter(one: ast.arg, default: ast.expr | None) -> str:
@@ -157,12 +159,17 @@ def sentences(thing: type) -> dict[str, str]:
 
 def options() -> str:
     """Return the options of train() and Trainer."""
-    meaning = sentences(Options)
+    meaning = {name: text for one in (Needed, Own, Common)
+               for name, text in sentences(one).items()}
     lines = ["## Options", "",
-             "The options that `train` and `Trainer` share.", ""]
-    for field in fields(Options):
-        lines += textwrap.wrap(f"- `{field.name}`: {meaning[field.name]}", 98,
-                               subsequent_indent="  ")
+             "The options of `train` and `Trainer`. All but objects may also stand in the section",
+             "`[training]` of a file, and after `--set training.` and `--override`.", ""]
+    for name, (kind, option) in declared().items():
+        facts = in_words(kind, option, False) if plain_types(kind) else "an object"
+        if option.default not in (NEEDED, None, ()):
+            facts += f", by default {json.dumps(option.default)}"
+        facts += ", fixed for a run" * (option.change == "never")
+        lines += textwrap.wrap(f"- `{name}`: {facts}. {meaning[name]}", 98, subsequent_indent="  ")
     return "\n".join([*lines, ""])
 
 

@@ -145,40 +145,6 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Override:
-    """What a measurement changes in the script's options (ELASTIC_TRAINER_OVERRIDE)."""
-
-    steps: int = 0
-    """The length of the run; 0: the script's."""
-    microbatches: int = 0
-    """The number of micro-batches; 0: the script's."""
-    scale: int = 1
-    """Multiplies the global batch and the number of micro-batches."""
-
-    @property
-    def is_given(self) -> bool:
-        return self != Override()
-
-    def to_environment(self) -> dict[str, str]:
-        """Return the variable from which `from_environment` reads this."""
-        return {"ELASTIC_TRAINER_OVERRIDE":
-                f"steps={self.steps},microbatches={self.microbatches},scale={self.scale}"}
-
-    @staticmethod
-    def from_environment(env: Mapping[str, str]) -> Override:
-        """Read `ELASTIC_TRAINER_OVERRIDE`, e.g. "steps=12,microbatches=4". Raises ConfigError."""
-        found: dict[str, int] = {}
-        for item in filter(None, env.get("ELASTIC_TRAINER_OVERRIDE", "").split(",")):
-            key, _, number = item.partition("=")
-            if key not in Override.__dataclass_fields__ or not re.fullmatch(r"\d{1,9}", number):
-                raise ConfigError(
-                    f"ELASTIC_TRAINER_OVERRIDE has {item!r}. Use name=number with one of "
-                    f"{', '.join(Override.__dataclass_fields__)}, or unset it.")
-            found[key] = int(number)
-        return Override(**found)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Launch:
     """How this process was started: by our driver, by plain horovodrun, or alone."""
 
@@ -233,8 +199,6 @@ class Launch:
     revived_from: int | None = None
     """The descriptor of the live state that it left for itself, if it held any."""
     limits: Limits = field(default_factory=Limits)
-    override: Override = field(default_factory=Override)
-    """Options that `elastic-trainer tune` and `scaling` set in the place of the script's."""
 
     @staticmethod
     def from_environment(environ: Mapping[str, str] | None = None) -> Launch:
@@ -268,7 +232,6 @@ class Launch:
             lost_attempts=int(env.get("ELASTIC_TRAINER_LOST_ATTEMPTS", "0")),
             run_s=float(env.get("ELASTIC_TRAINER_RUN_S", "0")),
             limits=Limits.from_environment(env),
-            override=Override.from_environment(env),
             configuration=env.get("ELASTIC_TRAINER_CONFIG", ""),
             allow_change=tuple(
                 filter(None, env.get("ELASTIC_TRAINER_ALLOW_CHANGE", "").split(","))),

@@ -1,12 +1,16 @@
 """A run's configuration: the sections and values of a TOML file, frozen, with errors that name the
-key.
+key; and what another configuration means for a run that goes on.
 
-run.toml, --set → launcher (driver/configured.py) → environment → here → script, checkpoint's record
+run.toml, --set, --override → launcher (driver/configured.py) → environment → here → script,
+options (training/configured.py), checkpoint's record
 
 What always holds:
 1. Values are what TOML and JSON both have: texts, finite numbers, booleans, lists, tables.
 2. A key that looks like a secret is refused, because the values are stored in each checkpoint.
 3. A missing key is an error that names the file and the key.
+4. A key is taken to change the bits, unless its option is declared to be harmless (options.py). A
+   key from which follows which samples a step has is never allowed to change: steps that are done
+   and steps to come would then not cover each sample once.
 
 It imports no torch: the launcher reads it.
 """
@@ -17,20 +21,24 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.options import declared, defaults, require_section
+from elastic_trainer.renamed import present_options
+from elastic_trainer.wire.redact import redacted_settings
 
 VARIABLE = "ELASTIC_TRAINER_CONFIG"
 """Holds what `Configuration.from_text` reads."""
 TRAINING, RUN = "training", "run"
 """The sections of the trainer's options and of the launcher's. All others are the user's."""
 SCRIPTS_OWN = ("lr",)
-"""Keys of the section `training` that are not options of Trainer: the script builds its optimizer
-with them."""
+"""Keys of the section `training` that are numbers of the script's own: it builds its optimizer with
+them. (The option `lr` is an object, which no file has.)"""
 MOST_BYTES = 64 << 10
 """Linux allows 128 KiB for one variable of the environment (execve(2), MAX_ARG_STRLEN)."""
 SECRET = re.compile(
@@ -46,8 +54,10 @@ class Configuration(Mapping[str, Any]):
     """
 
     def __init__(self, values: Mapping[str, Any], source: str, place: str = "",
-                 read: set[str] | None = None):
+                 read: set[str] | None = None, overrides: Mapping[str, Any] | None = None):
         self.source, self._values, self._place = source, dict(values), place
+        self.overrides = dict(overrides or {})
+        """Options that hold in the place of those that the script gives."""
         self._read = set() if read is None else read
         """The full keys that were read, shared with the tables inside."""
 
@@ -112,7 +122,8 @@ class Configuration(Mapping[str, Any]):
 
     def to_text(self) -> str:
         """Return what `from_text` reads. Raises ConfigError if it does not fit into a variable."""
-        text = json.dumps({"source": self.source, "values": self._values})
+        text = json.dumps({"source": self.source, "values": self._values,
+                           **({"overrides": self.overrides} if self.overrides else {})})
         if len(text.encode()) > MOST_BYTES:
             raise ConfigError(
                 f"{self.source} has {len(text.encode())} bytes as JSON, and {MOST_BYTES} fit into "
@@ -125,18 +136,28 @@ class Configuration(Mapping[str, Any]):
         if not text.startswith("{"):
             return read_file(Path(text)) if text else Configuration({}, "the configuration")
         found = json.loads(text)
-        return Configuration(found["values"], found["source"])
+        return Configuration(found["values"], found["source"],
+                             overrides=found.get("overrides"))
+
+
+def overrides_of(text: str) -> dict[str, Any]:
+    """Return the options that the launcher gives over the script's; a file has none."""
+    return Configuration.from_text(text).overrides if text.startswith("{") else {}
 
 
 _in_process: dict[str, Configuration] = {}
 """The configurations that this process has read, by the texts that name them."""
 
 
-def taken(text: str) -> Configuration:
-    """Return the configuration that a text names, as this process has read it first. Raises
-    ConfigError."""
+def taken(text: str, file: str | Path | None = None) -> Configuration:
+    """Return the configuration that a text names, as this process has read it first; that of `file`
+    where the text has overrides alone. Raises ConfigError."""
     if text not in _in_process:
-        _in_process[text] = Configuration.from_text(text)
+        found = Configuration.from_text(text)
+        if not found and file is not None:
+            found = Configuration(read_file(Path(file)).as_dict(), str(file),
+                                  overrides=found.overrides)
+        _in_process[text] = found
     return _in_process[text]
 
 
@@ -214,19 +235,35 @@ def assigned(configuration: Configuration, assignments: list[str]) -> Configurat
         table[names[-1]] = value
     source = configuration.source + ("" if configuration.source == "--set" else " with --set")
     require_sound(values, source)
-    return Configuration(values, source)
+    return Configuration(values, source, overrides=configuration.overrides)
 
 
-def _parsed_value(key: str, text: str) -> Any:
+def overridden(configuration: Configuration, assignments: list[str]) -> Configuration:
+    """Return a configuration with the options of --override OPTION=VALUE. Raises ConfigError."""
+    given = dict(configuration.overrides)
+    for assignment in assignments:
+        name, _, text = assignment.partition("=")
+        given[name] = _parsed_value(name, text, "--override")
+    require_section(given, "--override ")
+    return Configuration(configuration.as_dict(), configuration.source, overrides=given)
+
+
+def _parsed_value(key: str, text: str, option: str = "--set") -> Any:
     try:
         found = parse_toml(f"value = {text}\n", "")
     except ConfigError:
         found = {}
     if found.keys() != {"value"}:
         raise ConfigError(
-            f"--set {key}={text} has no TOML value. Use a number, true, false, [1, 2], or a text "
-            f"in quotes that the shell leaves: --set '{key}=\"{text}\"'.")
+            f"{option} {key}={text} has no TOML value. Use a number, true, false, [1, 2], or a "
+            f"text in quotes that the shell leaves: {option} '{key}=\"{text}\"'.")
     return found["value"]
+
+
+def require_options(configuration: Configuration) -> None:
+    """Check the section `training` as far as no script is needed. Raises ConfigError."""
+    require_section(configuration.section(TRAINING), f"{configuration.source}: {TRAINING}.",
+                    SCRIPTS_OWN)
 
 
 def require_sound(values: Mapping[str, Any], source: str) -> None:
@@ -257,3 +294,64 @@ def _odd(value: Any) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "not finite"
     return "" if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"
+
+
+# --- a run goes on --------------------------------------------------------------------------------
+
+NOTHING = "(not given)"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key with another value than the run has."""
+
+    key: str
+    was: Any
+    now: Any
+
+    def verdict(self, allowed: Collection[str]) -> str:
+        """Return what becomes of the change: harmless, never, allowed or refused."""
+        section, _, name = self.key.rpartition(".")
+        if section == RUN and name != "reduce":
+            return "harmless"
+        if section in (TRAINING, RUN) and name in declared() and name not in SCRIPTS_OWN:
+            if (change := declared()[name][1].change) != "bits":
+                return change
+        return "allowed" if self.key in allowed else "refused"
+
+
+def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return the keys with different values, by full keys. A default counts as given.
+
+    Secrets are compared as a checkpoint keeps them: without their values.
+    """
+    was, now = redacted_settings(present_options(was)), redacted_settings(now)
+    usual = {f"{TRAINING}.{key}": value for key, value in defaults().items()}
+    found = []
+    for key in sorted(was.keys() | now.keys()):
+        default = usual.get(key, NOTHING)
+        before, after = was.get(key, default), now.get(key, default)
+        if before != after or isinstance(before, bool) != isinstance(after, bool):
+            found.append(Change(key, before, after))
+    return found
+
+
+def require_allowed(found: Collection[Change], allowed: Collection[str], run: str) -> None:
+    """Raise ConfigError for changes that may not be, all in one message."""
+    fixed = [change for change in found if change.verdict(allowed) == "never"]
+    if fixed:
+        raise ConfigError(
+            f"{_list(fixed)}. A run keeps these values for its life: which samples a step has, and "
+            f"in which order they are summed, follows from them. Give the run's value, or train a "
+            f"new run (another --run than {run}).")
+    refused = [change for change in found if change.verdict(allowed) == "refused"]
+    if refused:
+        options = " ".join(f"--allow-change {change.key}" for change in refused)
+        raise ConfigError(
+            f"{_list(refused)}. This would change the bits of the run. Give the run's value, or "
+            f"{options}, or train a new run (another --run than {run}).")
+
+
+def _list(found: Collection[Change]) -> str:
+    return "; ".join(f"{change.key} is {change.was!r} in the run, but {change.now!r} is given"
+                     for change in found)

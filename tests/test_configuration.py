@@ -4,6 +4,8 @@ compared when a run is resumed."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import json
 import os
 import signal
@@ -21,19 +23,30 @@ from test_loop import DATA, INPUT, TARGET, Ears, built, mse, trained
 
 from elastic_trainer import ConfigError, configuration
 from elastic_trainer.__main__ import main
+from elastic_trainer.adapters.lightning import fit
 from elastic_trainer.commands.run_options import parse_run
 from elastic_trainer.driver.configured import for_workers
+from elastic_trainer.options import (
+    Common,
+    Options,
+    declared,
+    defaults,
+    require_section,
+    resolved,
+)
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.config_changes import changes, require_allowed
 from elastic_trainer.state.configuration import (
     VARIABLE,
     Configuration,
     assigned,
+    changes,
+    overridden,
     read_file,
+    require_allowed,
+    require_options,
     taken,
 )
-from elastic_trainer.state.plain_options import declared, require_options
-from elastic_trainer.training.options import Options
+from elastic_trainer.training.train import train
 from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.world.standby import reads_otherwise
 
@@ -49,32 +62,72 @@ def given(monkeypatch: pytest.MonkeyPatch, **values: Any) -> Configuration:
 
 # --- what a configuration is ----------------------------------------------------------------------
 
-def test_each_plain_option_is_known_and_each_object_is_refused() -> None:
-    """A new option of the dataclass needs no second entry."""
-    types, defaults, others = declared()
-    hints = typing.get_type_hints(Options)
-    plain = [int, float, str, bool, type(None)]
-    for field in dataclasses.fields(Options):
-        kinds = list(typing.get_args(hints[field.name])) or [hints[field.name]]
-        expected = [kind for kind in kinds if kind in plain]
-        is_plain = any(kind is not type(None) for kind in expected)
-        assert (field.name in types, field.name in others) == (is_plain, not is_plain)
-        if is_plain:
-            kind = types[field.name]
-            assert (list(typing.get_args(kind)) or [kind]) == expected
-        if field.name in defaults:
-            assert defaults[field.name] == field.default
-    assert {"loader", "best", "collate"} <= others and defaults["microbatches"] == 8
+def test_the_signatures_are_made_from_the_declarations() -> None:
+    """Also that of the adapter, with the options that all front ends share. Type checkers see the
+    same names and types."""
+    for function, of in ((Trainer.__init__, Options), (train, Options), (fit, Common)):
+        shown = inspect.signature(function).parameters
+        assert {name: shown[name].default for name in declared(of)} == {
+            name: option.default for name, (_, option) in declared(of).items()}
+        assert typing.get_type_hints(function)["options"].__args__ == (of,)
+        assert not any(one.kind is one.VAR_KEYWORD for one in shown.values())
+    assert typing.get_type_hints(Options)["microbatches"] is int
+    assert "microbatches: int = 8" in str(inspect.signature(Trainer))
+
+
+def test_each_option_has_a_sentence_and_a_default_that_it_takes() -> None:
+    """What is declared can be given. Without a value, what needs one is named."""
+    values = {name: option.default for name, (_, option) in declared().items()}
+    assert resolved(values | {"global_batch": 1}, {}, "Trainer")["keep_last"] == 3
+    plain = {name: value for name, value in defaults().items() if name != "checkpoint_every"}
+    require_section(plain, "run.toml: training.")
+    with pytest.raises(ConfigError, match="Trainer needs global_batch"):
+        resolved({}, {}, "Trainer")
+
+
+def test_two_ways_of_one_thing_exclude_each_other() -> None:
+    """With both values, and the reason."""
+    with pytest.raises(ConfigError, match="clip_norm is 1 and clip_value is 2, but a gradient is"):
+        resolved({"global_batch": 1, "clip_norm": 1, "clip_value": 2}, {}, "Trainer")
+
+
+@pytest.mark.parametrize(("old", "told"), [
+    ({"epochs": 3}, 'is now called until: use until, e.g. until="3 epochs"'),
+    ({"max_steps": 40}, 'is now called until: use until, e.g. until="40 steps"'),
+    ({"schedule": len}, "is now called lr"), ({"extras": {}}, "is now called state"),
+    ({"shards": 4}, "is now called microbatches"),
+    ({"min_shard_samples": 2}, "is now called min_microbatch_samples"),
+])
+def test_an_old_name_of_an_option_is_refused_with_the_new_one(old: Any, told: str,
+                                                              tmp_path: Path) -> None:
+    """In Python, in a file, and on the command line. The record of an old run is read."""
+    (name, value), = old.items()
+    for caller in (trained, functools.partial(Trainer, optimizer=None, dataset=DATA)):
+        with pytest.raises(ConfigError, match=f"^{name} is no option of .*{told}"):
+            caller(built(), **old)
+    if isinstance(value, int):
+        with pytest.raises(ConfigError, match=rf"run.toml: training.{name} is no option.*{told}"):
+            require_options(Configuration({"training": old}, "run.toml"))
+        with pytest.raises(ConfigError, match=f"--override {name} is no option.*{told}"):
+            overridden(Configuration({}, "--set"), [f"{name}={value}"])
+
+
+def test_the_record_of_a_run_with_old_names_is_read() -> None:
+    """A run of version 0.1 goes on with the same values under their present names."""
+    was = {"training.shards": 4, "training.epochs": 3, "training.lr": 0.1, "model.shards": 7}
+    now = {"training.microbatches": 4, "training.until": "3 epochs", "training.lr": 0.1,
+           "model.shards": 7}
+    assert changes(was, now) == []
 
 
 @pytest.mark.parametrize(("toml", "message"), [
-    ("[training]\nmicrobatch = 8", r"training\.microbatch, which is no option\. Did you mean "
-                                   r"microbatches\?"),
-    ("[training]\nmicrobatches = '8'", r"training\.microbatches = '8'\. Use a whole number\."),
-    ("[training]\nmicrobatches = true", r"training\.microbatches = True\. Use a whole number\."),
-    ("[training]\nloader = 4", r"training\.loader, but this option is an object\. Build it in the"),
-    ("[training]\nuntil = '3 weeks'", r"training\.until = '3 weeks'\. Use \"10 epochs\""),
-    ("[training]\nlr = 'big'", r"training\.lr = 'big'\. Use a number"),
+    ("[training]\nmicrobatch = 8", r"training\.microbatch is no option\. Did you mean "
+                                   r"microbatches\?.* a section of their own"),
+    ("[training]\nmicrobatches = '8'", r"training\.microbatches is '8'\. Use a whole number"),
+    ("[training]\nmicrobatches = true", r"training\.microbatches is True\. Use a whole number"),
+    ("[training]\nloader = 4", r"training\.loader is 4, but this option is an object\. Build it"),
+    ("[training]\nuntil = '3 weeks'", r"training\.until is '3 weeks'\. Use .*\"10 epochs\""),
+    ("[training]\nlr = 'big'", r"training\.lr is 'big'\. Use a number"),
     ("[model]\nwidth = x", r"is not valid TOML: .*line 2"),
     ("width = 3", r"width = 3 outside of a section\. Put it below a line such as \[model\]"),
     ("[model]\nsince = 2026-01-01", r"model\.since = 2026-01-01, which is a date\. Use a text"),
@@ -87,7 +140,7 @@ def test_a_mistake_in_the_file_is_refused_with_its_key_and_a_remedy(tmp_path: Pa
     """One sentence of fact, one that says what to do."""
     file = tmp_path / "run.toml"
     file.write_text(toml)
-    with pytest.raises(ConfigError, match=f"run.toml .*{message}"):
+    with pytest.raises(ConfigError, match=f"run.toml.*{message}"):
         require_options(read_file(file))
 
 
@@ -133,9 +186,9 @@ def test_the_section_training_has_the_options_without_the_learning_rate() -> Non
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--set", "training.microbatch=4"], "Did you mean microbatches"),
-    (["--set", "run.worker=4"], "run.worker, which is no option. Did you mean workers"),
-    (["--set", "run.workers=true"], "run.workers = True. Use a whole number"),
-    (["--set", 'run.reduce="sum"'], 'run.reduce = \'sum\'. Use "exact" or "ring"'),
+    (["--set", "run.worker=4"], "run.worker is no option. Did you mean workers"),
+    (["--set", "run.workers=true"], "run.workers is True. Use a whole number"),
+    (["--set", 'run.reduce="sum"'], 'run.reduce is \'sum\'. Use "exact" or "ring"'),
     (["--config", "/nowhere.toml"], "--config /nowhere.toml cannot be read: No such file"),
     (["--set", "run.workers=0"], "--workers is 0, so no worker would start"),
 ])

@@ -22,13 +22,14 @@ from elastic_trainer.driver.driver import exit_code_of
 from elastic_trainer.driver.supervisor import Next, decide_next
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.run import ends_run
+from elastic_trainer.options import resolved
 from elastic_trainer.reduce.sending import Sending
 from elastic_trainer.state.configuration import VARIABLE
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
 from elastic_trainer.training.checkpointing import LAST_TRIES
+from elastic_trainer.training.job import unusual_for_checkpoints
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.options import Options
 from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.place import Unsaved
 
@@ -72,8 +73,11 @@ def test_another_spelling_of_none_is_refused_with_the_remedy(every: Any) -> None
 
 def test_no_remark_is_made_on_checkpoints_that_are_not_wanted() -> None:
     """Without a folder there are none anyway."""
-    assert not Options(global_batch=1, checkpoint_every=0).unusual_for_checkpoints()
-    assert Options(global_batch=1, checkpoint_every=5).unusual_for_checkpoints()
+    def unusual(every: int) -> dict[str, Any]:
+        return unusual_for_checkpoints(resolved(
+            {"global_batch": 1, "checkpoint_every": every}, {}, "Trainer"))
+
+    assert unusual(0) == {} and unusual(5) == {"checkpoint_every": 5}
 
 
 # --- what cannot be kept --------------------------------------------------------------------------

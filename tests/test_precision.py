@@ -261,7 +261,7 @@ def test_backward_in_another_thread_is_an_error() -> None:
 
 
 def test_a_precision_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="precision is 'fp8'. Use one of"):
+    with pytest.raises(ConfigError, match="precision is 'fp8'. Use \"fp32\", "):
         trainer_of(model_of(), precision="fp8")
     with pytest.raises(ConfigError, match="precision is 'bf16', which torch does not support on"):
         precision_of("bf16", "meta")

@@ -11,7 +11,7 @@ import pytest
 
 from elastic_trainer.commands.command import main
 from elastic_trainer.events.log import EVENTS_FILE, Events, read_events
-from elastic_trainer.state.config_changes import changes
+from elastic_trainer.state.configuration import changes
 from elastic_trainer.wire.redact import (
     redacted,
     redacted_command,

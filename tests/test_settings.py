@@ -12,7 +12,7 @@ from test_loop import Ears, adamw, built, in_a_world, job, sgd, trained
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, SequentialLR, StepLR
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.config import ConfigError
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.schedule.learning_rate import cosine
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.training.settings import remarks_on_effect, remarks_on_launcher
@@ -129,14 +129,14 @@ def test_an_event_is_logged_when_no_checkpoint_can_be_written(
 
 def test_each_option_is_named_when_the_launchers_or_trains_holds() -> None:
     """Where both are given and differ, and not where they agree."""
-    ours = {"run_dir": "runs/a", "store": "s3://b/a", "reduce": "exact"}
-    same = {f"launcher_{key}": value for key, value in ours.items()}
-    other = {"launcher_run_dir": "/runs/b", "launcher_store": "s3://b/b", "launcher_reduce": "ring"}
-    none = {"launcher_run_dir": None, "launcher_store": "", "launcher_reduce": None}
-    for launcher, options in ((same, []), (none, []), (other, ["run_dir", "--store", "--reduce"])):
-        remarks = remarks_on_launcher(**ours, **launcher)  # type: ignore[arg-type]
+    ours: Any = {"run_dir": "runs/a", "store": "s3://b/a", "reduce": "exact"}
+    same = Launch(run_dir=Path("runs/a"), store="s3://b/a", reduce_asked="exact")
+    other = Launch(run_dir=Path("/runs/b"), store="s3://b/b", reduce_asked="ring")
+    for launch, options in ((same, []), (Launch(), []), (other, ["run_dir", "--store",
+                                                                 "--reduce"])):
+        remarks = remarks_on_launcher(ours, launch, "train")
         assert [remark.facts["option"] for remark in remarks] == options
-    remarks = remarks_on_launcher(**ours, **other, caller="Trainer")  # type: ignore[arg-type]
+    remarks = remarks_on_launcher(ours, other, "Trainer")
     assert "start the launcher with --runs-dir runs --run a." in remarks[0].sentence
     assert "Trainer(store='s3://b/a') holds" in remarks[1].sentence
     assert [

@@ -3,6 +3,7 @@ without enough memory does no harm."""
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 
 from elastic_trainer import train
-from elastic_trainer.config import ConfigError, Override
+from elastic_trainer.config import ConfigError
 from elastic_trainer.events.log import read_events
 from elastic_trainer.measure import trial, tune
 from elastic_trainer.measure.trial import Trial
+from elastic_trainer.state.configuration import VARIABLE, Configuration, overridden
 
 GIB = 2**30
 SCRIPT = """
@@ -40,7 +42,8 @@ def whole(microbatches: int, step_s: float = 1.0, gib: float = 1.0, batch: int =
 def test_an_override_holds_instead_of_the_numbers_of_the_script(
         run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Length, micro-batches and batch are the measurement's. The script's store stays empty."""
-    monkeypatch.setenv("ELASTIC_TRAINER_OVERRIDE", "steps=3,microbatches=2,scale=2")
+    options = {"until": "3 steps", "microbatches": 4, "global_batch": 16, "store": ""}
+    monkeypatch.setenv(VARIABLE, Configuration({}, "--override", overrides=options).to_text())
     model = torch.nn.Linear(4, 1)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1),
           torch.utils.data.TensorDataset(torch.ones(64, 4)), global_batch=8, microbatches=8,
@@ -52,13 +55,17 @@ def test_an_override_holds_instead_of_the_numbers_of_the_script(
     assert not (tmp_path / "store").exists()
 
 
-def test_an_override_with_an_unknown_name_is_an_error() -> None:
+@pytest.mark.parametrize(("text", "told"), [
+    ("microbatch=4", "--override microbatch is no option. Did you mean microbatches?"),
+    ("microbatches=four", "--override microbatches=four has no TOML value"),
+    ("microbatches", "--override microbatches= has no TOML value"),
+    ("microbatches=0", "--override microbatches is 0. Use a whole number from 1"),
+    ("loader=4", "--override loader is 4, but this option is an object"),
+])
+def test_an_override_that_no_option_takes_is_an_error(text: str, told: str) -> None:
     """A typing mistake never measures something else."""
-    for text in ("microbatch=4", "microbatches=four", "microbatches"):
-        with pytest.raises(ConfigError, match="ELASTIC_TRAINER_OVERRIDE"):
-            Override.from_environment({"ELASTIC_TRAINER_OVERRIDE": text})
-    asked = Override(steps=5, microbatches=3, scale=2)
-    assert Override.from_environment(asked.to_environment()) == asked
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        overridden(Configuration({}, "--set"), [text])
 
 
 def test_candidates_are_shared_evenly_and_have_a_sample_each() -> None:
@@ -111,6 +118,6 @@ def test_a_script_that_needs_more_memory_than_there_is_ends_alone(
     assert "microbatches=1: " not in shown
     assert "not tried" in shown and "Recommended for 1 workers: microbatches=" in shown
     assert "BatchNorm" in shown and not store.exists()
-    found = trial.measure(command, Override(steps=4, microbatches=1), tmp_path / "large",
+    found = trial.measure(command, {"until": "4 steps", "microbatches": 1}, tmp_path / "large",
                           int(1.2 * GIB))
     assert found.ending == "memory"

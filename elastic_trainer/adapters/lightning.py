@@ -22,11 +22,10 @@ Source: lightning 2.6, pytorch/trainer/trainer.py (_run).
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,11 +48,13 @@ from elastic_trainer.adapters.lightning_rates import configured, rates_of
 from elastic_trainer.adapters.lightning_trainer import StandIn
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.alone import alone_on_host
-from elastic_trainer.loggers.row import Logger
-from elastic_trainer.training.averages import Swa
+from elastic_trainer.options import Common, resolved, shows_options
 from elastic_trainer.training.job import Result
 from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.training.worker import local_rank
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 PRECISIONS = {"32-true": "fp32", "32": "fp32", 32: "fp32", "fp32": "fp32", "bf16-mixed": "bf16",
@@ -62,6 +63,7 @@ PRECISIONS = {"32-true": "fp32", "32": "fp32", 32: "fp32", "fp32": "fp32", "bf16
 Lightning = Callable[[str], Any]
 
 
+@shows_options(Common)
 def fit(
     module: Any, datamodule: Any = None, *, train_dataloaders: Any = None,
     val_dataloaders: Any = None, max_epochs: int | None = None, max_steps: int = -1,
@@ -69,26 +71,21 @@ def fit(
     accelerator: str = "auto", callbacks: Any = (), check_val_every_n_epoch: int = 1,
     val_check_interval: int | float = 1.0,
     gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None,
-    precision: int | str = "32-true", seed: int = 0, ema: float | None = None,
-    swa: Swa | None = None, state: Mapping[str, Any] | None = None,
-    min_microbatch_samples: int | None = None, checkpoint_every: int | str | None = "auto",
-    keep_last: int = 3, keep_every: int = 0, reduce: str | None = None, on_nan: str = "raise",
-    run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
-    listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
-    loggers: Sequence[Logger] = (), timeline: bool = False, progress: bool = True,
+    precision: int | str = "32-true", **options: Unpack[Common],
 ) -> Result:
     """Train a LightningModule to the end, on every worker, and return the result of the run.
 
     Arguments of `lightning.Trainer` and its `fit` have the same meaning. `devices` is the number of
     devices for which the batch_size of the training's DataLoader was chosen: the global batch is
     their product, in `devices` micro-batches. Or give `global_batch`, which has 8 `microbatches` by
-    default. The other options are those of elastic_trainer.Trainer.
+    default. `options` are some of those of elastic_trainer.Trainer (options.py, Common).
 
     Raises ConfigError for what is not supported.
     """
     lightning = package_of(module, "LightningModule")
-    _refuse(module, lightning, state or {})
-    options = _options(precision, gradient_clip_val, gradient_clip_algorithm)
+    given = resolved(options, {}, "fit()", Common)
+    _refuse(module, lightning, given["state"] or {})
+    of_lightning = _options(precision, gradient_clip_val, gradient_clip_algorithm)
     seen = StandIn(
         module, datamodule, lightning, max_epochs=max_epochs, max_steps=max_steps,
         check_val_every_n_epoch=check_val_every_n_epoch, val_check_interval=val_check_interval,
@@ -105,15 +102,13 @@ def fit(
     flow.call("on_fit_start")
     elastic = Trainer(
         module, seen.optimizers[0], sources.train.dataset, global_batch=numbers.global_batch,
-        microbatches=numbers.microbatches, until=f"{numbers.steps} steps", seed=seed,
-        lr=flow.schedulers, ema=ema, swa=swa, best=asked.best,
-        state={**(state or {}), "lightning": flow}, order=sources.train.order,
-        drop_last=sources.train.drop_last, min_microbatch_samples=min_microbatch_samples,
+        microbatches=numbers.microbatches, until=f"{numbers.steps} steps", lr=flow.schedulers,
+        best=asked.best, order=sources.train.order, drop_last=sources.train.drop_last,
         collate=sources.train.collate, loader=sources.train.loader,
-        checkpoint_every=asked.interval(numbers.steps_per_epoch, checkpoint_every),
-        keep_last=keep_last, keep_every=keep_every, reduce=reduce, on_nan=on_nan, run_dir=run_dir,
-        store=store, listeners=listeners, loggers=loggers, timeline=timeline,
-        progress=progress and asked.shows_progress, **options)
+        **of_lightning, **{
+            **given, "state": {**(given["state"] or {}), "lightning": flow},
+            "checkpoint_every": asked.interval(numbers.steps_per_epoch, given["checkpoint_every"]),
+            "progress": given["progress"] and asked.shows_progress})
     seen._begin(elastic)
     for step in elastic:
         flow.begin_step()

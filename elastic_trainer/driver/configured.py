@@ -1,5 +1,5 @@
-"""The options --config, --set and --allow-change of `run`: read, checked, and compared with the run
-before anything starts.
+"""The options --config, --set, --override and --allow-change of `run`: read, checked, and compared
+with the run before anything starts.
 
 command line → here → run_options (the section `run`), the workers' environment (run.py)
 
@@ -14,16 +14,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.config_changes import Change, changes, require_allowed
-from elastic_trainer.state.configuration import RUN, VARIABLE, Configuration, assigned, read_file
-from elastic_trainer.state.plain_options import require_options, require_types
+from elastic_trainer.options import Option, require_values
+from elastic_trainer.state.configuration import (
+    RUN,
+    VARIABLE,
+    Change,
+    Configuration,
+    assigned,
+    changes,
+    overridden,
+    read_file,
+    require_allowed,
+    require_options,
+)
 from elastic_trainer.wire.plain import plain
 
 ALLOW_VARIABLE = "ELASTIC_TRAINER_ALLOW_CHANGE"
-OF_THE_COMMAND_LINE = ("help", "config", "set", "allow_change", "horovodrun")
+OF_THE_COMMAND_LINE = ("help", "config", "set", "override", "allow_change", "horovodrun")
 
 
 def add_options(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
@@ -35,6 +45,9 @@ def add_options(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None
                              "command, other sections are the script's (configuration())")
     parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
                         help="set a value of the configuration, as TOML: --set training.lr=0.1")
+    parser.add_argument("--override", metavar="OPTION=VALUE", action="append", default=[],
+                        help="an option of Trainer that holds instead of the script's, as TOML: "
+                             "--override checkpoint_every=50")
     parser.add_argument("--allow-change", metavar="SECTION.KEY|PART", action="append", default=[],
                         help="let a resumed run have another value, or other data or another "
                              "program (samples, batch, modules, optimizer, …), which changes its "
@@ -50,7 +63,7 @@ def read(argv: list[str], env: Mapping[str, str]) -> Configuration:
     if options.set:
         found = assigned(found, options.set)
     require_options(found)
-    return found
+    return overridden(found, options.override) if options.override else found
 
 
 def options_of(configuration: Configuration, parser: argparse.ArgumentParser) -> list[str]:
@@ -58,8 +71,8 @@ def options_of(configuration: Configuration, parser: argparse.ArgumentParser) ->
     given = configuration.section(RUN)
     actions = {action.dest: action for action in parser._actions
                if action.dest not in OF_THE_COMMAND_LINE}
-    require_types(given, {name: _type(action) for name, action in actions.items()}, RUN,
-                  configuration.source)
+    require_values(given, {name: _declared(action) for name, action in actions.items()}, "",
+                   f"{configuration.source}: {RUN}.")
     found = []
     for name, value in given.items():
         option = actions[name].option_strings[-1]
@@ -70,12 +83,9 @@ def options_of(configuration: Configuration, parser: argparse.ArgumentParser) ->
     return found
 
 
-def _type(action: argparse.Action) -> Any:
-    if action.nargs == 0:
-        return bool
-    if action.choices:
-        return Literal[tuple(action.choices)]
-    return int if action.type is int else str
+def _declared(action: argparse.Action) -> tuple[Any, Option]:
+    kind = bool if action.nargs == 0 else int if action.type is int else str
+    return kind, Option(choices=tuple(action.choices or ()))
 
 
 def require_own(configuration: Configuration, example: str) -> None:
@@ -88,7 +98,8 @@ def require_own(configuration: Configuration, example: str) -> None:
 
 def for_workers(configuration: Configuration) -> str:
     """Return what workers receive; "" if there is nothing for the script. Raises ConfigError."""
-    return configuration.to_text() if set(configuration) - {RUN} else ""
+    has_any = set(configuration) - {RUN} or configuration.overrides
+    return configuration.to_text() if has_any else ""
 
 
 def compare_with_run(configuration: Configuration, allowed: list[str], run_dir: Path,
@@ -99,7 +110,7 @@ def compare_with_run(configuration: Configuration, allowed: list[str], run_dir: 
     Network: two requests. Where the store does not answer, or the script names its file itself,
     only the workers compare.
     """
-    if not for_workers(configuration):
+    if not set(configuration) - {RUN}:
         return
     was = _stored(store or str(run_dir / "checkpoints"))
     if was is None:

@@ -66,7 +66,7 @@ _JOB = (
                                       drop_last=FLAG, checkpoint_every=NAME),
          *may_have(dropped_samples=SAMPLES, order=NAME, order_sha256=NAME))),
     EventKind(
-        "job.steps_capped", INFO, "`max_steps` is more than the epochs have.",
+        "job.steps_capped", INFO, "Version 0.1 alone: `max_steps` is more than the epochs have.",
         has(max_steps=STEP, epochs=ANY, steps=STEP),
         "the run ends after {steps} steps, not {max_steps}: epochs={epochs} has no more"),
     EventKind(
@@ -88,13 +88,13 @@ _JOB = (
         "{option} {value} has no effect: {because}"),
     EventKind(
         "job.overridden", WARNING,
-        "`elastic-trainer tune` or `scaling` measures this run. Its numbers hold instead of the "
-        "script's.", has(steps=WHOLE, microbatches=WHOLE, global_batch=WHOLE),
-        "a measurement: {microbatches:#micro-batch}, global batch {global_batch}"),
+        "Options of the launcher (`--override`; also by `elastic-trainer tune` and `scaling`) hold "
+        "instead of the script's.", has(steps=WHOLE, microbatches=WHOLE, global_batch=WHOLE),
+        "options over the script's: {microbatches:#micro-batch}, global batch {global_batch}"),
     EventKind(
         "worker.memory_measured", DETAIL,
-        "In a measurement: the most memory that torch held on this worker's GPU, when the worker "
-        "ended; 0 without a GPU.", has(device_bytes=WHOLE)),
+        "The most memory that torch held on this worker's GPU, when the worker ended.",
+        has(device_bytes=WHOLE)),
     EventKind(
         "job.best_not_found", WARNING, "No evaluation gave the metric of the option `best`, so no "
         "checkpoint is kept as the best.", has(metric=NAME),

@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
+from elastic_trainer.renamed import OPTIONS
+
 MEANT = {"--name": "--run", "--nproc-per-node": "--workers", "--nproc_per_node": "--workers",
          "--num-workers": "--workers", "--nnodes": "--hosts", "--output-dir": "--runs-dir"}
 """Names that other launchers have."""
@@ -52,7 +54,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     name, options = word.partition("=")[0], list(known)
     if name in options:
         return ""
-    meant = MEANT.get(name, "")
+    was, _ = OPTIONS.get(name.lstrip("-").replace("-", "_"), ("", ""))
+    meant = MEANT.get(name) or f"--{was}"
     close = [meant] if meant in options else difflib.get_close_matches(
         name.lower().replace("_", "-"), options, n=1, cutoff=0.75)
     return f". Did you mean {close[0]}?" if close else ""

@@ -129,37 +129,45 @@ def measure(plan: Plan) -> tuple[list[Row], list[str], dict[Case, list[float]]]:
     all steps."""
     seconds: dict[Case, list[float]] = defaultdict(list)
     parts: dict[Case, dict[str, float]] = {}
-    batch = plan.batch
+    own: worlds.Ran | None = None
     for number in range(plan.rounds):
         for case in plan.cases:
-            ran = run_case(plan, case)
+            ran = run_case(plan, case, own)
             seconds[case] += ran.seconds
-            batch = ran.batch
+            own = own or ran
             if case.arm == PEER:
                 parts[case] = cases.parts_of(ran.phases)
             print(f"round {number + 1}: {label(case)}: "
                   f"{1000 * sorted(ran.seconds)[len(ran.seconds) // 2]:.1f} ms a step", flush=True)
-    rows = cases.rows_of(seconds, batch)
-    costs = [cost_of(plan, row, parts) for row in rows if row.costs and row.case.arm != PEER]
+    assert own
+    rows = cases.rows_of(seconds, own.batch)
+    costs = [cost_of(plan, row, parts, own) for row in rows if row.costs and row.case.arm != PEER]
     return rows, costs, seconds
 
 
-def run_case(plan: Plan, case: Case, timeline: bool = False) -> worlds.Ran:
-    """Run one case once. The demos have one micro-batch for each worker, as DDP does."""
+def run_case(plan: Plan, case: Case, own: worlds.Ran | None = None,
+             timeline: bool = False) -> worlds.Ran:
+    """Run one case once. The demos have one micro-batch for each worker, as DDP does. A script has
+    its own number, times the scale of the case; `own` is its first run, of one worker."""
     if case.arm == PEER:
         return worlds.peer(plan.demo, case, plan.steps, plan.batch, plan.folder)
-    microbatches = case.workers // case.scale if plan.demo else 0
-    return worlds.ours(plan.command, case, plan.steps, microbatches, plan.folder, timeline)
+    numbers = {}
+    if plan.demo:
+        numbers = {"microbatches": case.workers, "global_batch": plan.batch * case.scale}
+    elif case.scale > 1 and own:
+        numbers = {"microbatches": own.microbatches * case.scale,
+                   "global_batch": own.batch * case.scale}
+    return worlds.ours(plan.command, case, plan.steps, numbers, plan.folder, timeline)
 
 
-def cost_of(plan: Plan, row: Row, parts: dict[Case, dict[str, float]]) -> str:
+def cost_of(plan: Plan, row: Row, parts: dict[Case, dict[str, float]], own: worlds.Ran) -> str:
     """Name the part of a step that costs the most. Costs: one more run, or two, with a timeline."""
-    ours = cases.parts_of(run_case(plan, row.case, timeline=True).phases)
+    ours = cases.parts_of(run_case(plan, row.case, own, timeline=True).phases)
     peer, beside = Case(PEER, row.case.workers, row.case.scale), "DDP"
     if peer not in parts:
         peer, beside = Case(row.case.arm, 1), "one worker's, shared,"
         if peer not in parts:
-            parts[peer] = cases.parts_of(run_case(plan, peer, timeline=True).phases)
+            parts[peer] = cases.parts_of(run_case(plan, peer, own, timeline=True).phases)
         parts[row.case] = cases.shared(parts[peer], row.case)
         peer = row.case
     name, more_ms, all_ms = cases.costliest(ours, parts[peer])

@@ -1,13 +1,14 @@
 """One measured run of a script in one process, which may die of memory without harm to the machine.
 
-tune → here → the script, with ELASTIC_TRAINER_OVERRIDE → its event log → here → step time, memory
+tune → here → the script, with options over its own (state/configuration.py) → its event log → here
+→ step time, memory
 
 What always holds:
 1. The kernel takes this process before any other: oom_score_adj is 1000.
 2. The process is killed when it, and those that it has started, hold more than the limit together.
    Between two looks RLIMIT_DATA makes a large allocation fail (without a GPU: drivers of GPUs
    reserve more than they use).
-3. The run has a folder of its own. It writes nothing into the script's store (overridden.py).
+3. The run has a folder of its own. It writes nothing into the script's store.
 """
 
 from __future__ import annotations
@@ -20,16 +21,18 @@ import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from elastic_trainer.config import ALLOCATOR, EXIT_INTERRUPTED, Override
+from elastic_trainer.config import ALLOCATOR, EXIT_INTERRUPTED
 from elastic_trainer.events.log import read_events
 from elastic_trainer.host.modes import private
 from elastic_trainer.measure import memory
+from elastic_trainer.state.configuration import VARIABLE, Configuration
 
 POLL_S = 0.02
 FIRST_STEPS = 2
@@ -77,8 +80,10 @@ class Measured:
     last_lines: str
 
 
-def measure(command: Sequence[str], override: Override, folder: Path, limit: int) -> Measured:
-    """Run a script alone, with at most `limit` bytes of memory, and read what it has logged.
+def measure(command: Sequence[str], overrides: Mapping[str, Any], folder: Path,
+            limit: int) -> Measured:
+    """Run a script alone, with options over its own and at most `limit` bytes of memory, and read
+    what it has logged.
 
     Costs: the run. Raises KeyboardInterrupt, after it has ended the process.
     """
@@ -87,7 +92,8 @@ def measure(command: Sequence[str], override: Override, folder: Path, limit: int
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(("HOROVOD_", "ELASTIC_TRAINER_")) or name.endswith("_LIMITS")}
     env |= {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
-    env |= override.to_environment() | {"ELASTIC_TRAINER_RUN_DIR": str(folder.resolve())}
+    options = Configuration({}, "elastic-trainer tune", overrides={**overrides, "store": ""})
+    env |= {VARIABLE: options.to_text(), "ELASTIC_TRAINER_RUN_DIR": str(folder.resolve())}
     with open(folder / OUTPUT, "wb", opener=private) as output:
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=output,
                                    stderr=subprocess.STDOUT, start_new_session=True)

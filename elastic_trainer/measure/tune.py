@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from elastic_trainer.config import ConfigError, Override
+from elastic_trainer.config import ConfigError
 from elastic_trainer.host.options import Parser
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
 from elastic_trainer.measure.trial import FIRST_STEPS, Trial, measure
@@ -128,7 +128,8 @@ def run(argv: Sequence[str]) -> int:
 def find(command: Sequence[str], workers: int, steps: int, folder: Path,
          limit: int) -> tuple[list[Trial], list[int]]:
     """Try numbers of micro-batches; return the trials and the candidates. Raises ConfigError."""
-    own = measure(command, Override(steps=steps), folder / "own", limit)
+    until = f"{steps} steps"
+    own = measure(command, {"until": until}, folder / "own", limit)
     if not own.microbatches:
         raise ConfigError(
             f"The script has ended before it trained: {own.ending}. Its output is in "
@@ -149,7 +150,7 @@ def find(command: Sequence[str], workers: int, steps: int, folder: Path,
     while number := (next_microbatches(trials, candidates, limit) if any(t.is_whole for t in trials)
                      else next(iter(upwards[len(trials) - 1 :]), None)):
         print(told(trials[-1]), flush=True)
-        found = measure(command, Override(steps=steps, microbatches=number), folder / f"{number}",
+        found = measure(command, {"until": until, "microbatches": number}, folder / f"{number}",
                         limit)
         trials.append(Trial(microbatches=number, samples=-(-batch // number), ending=found.ending,
                             step_s=found.step_s, host_bytes=found.host_bytes,

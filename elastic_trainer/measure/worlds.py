@@ -18,13 +18,13 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
-from elastic_trainer.config import ALLOCATOR, ConfigError, Override
+from elastic_trainer.config import ALLOCATOR, ConfigError
 from elastic_trainer.events.log import read_events
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import private
@@ -42,25 +42,29 @@ class Ran:
 
     seconds: list[float]
     batch: int
+    """The global batch of one worker."""
+    microbatches: int
+    """Those of one worker's."""
     phases: dict[str, float] = field(default_factory=dict)
     """The mean milliseconds of each phase of a step."""
 
 
-def ours(command: Sequence[str], case: Case, steps: int, microbatches: int, folder: Path,
+def ours(command: Sequence[str], case: Case, steps: int, numbers: Mapping[str, int], folder: Path,
          timeline: bool = False) -> Ran:
-    """Run a script with the reducer and the number of workers of a case. `microbatches` is 0 for
+    """Run a script with the reducer and the number of workers of a case. `numbers` are options over
     the script's. Raises ConfigError if it fails."""
     name = f"{case.arm}-{case.workers}-{case.scale}" + ("-timeline" if timeline else "")
     shutil.rmtree(folder / name, ignore_errors=True)
-    override = Override(steps=steps + WARM_UP_STEPS, microbatches=microbatches, scale=case.scale)
+    options = {"until": f"{steps + WARM_UP_STEPS} steps", "store": "", **numbers}
     run = own.command(
         "elastic_trainer", "run", "--run", name, "--runs-dir", str(folder), "--workers",
         str(case.workers), "--standby", "0", "--reduce", case.arm, "--store", "",
+        *(f"--override={name}={json.dumps(value)}" for name, value in options.items()),
         *(["--timeline"] if timeline else []), "--", *command)
     log = folder / f"{name}.log"
     with open(log, "wb", opener=private) as output:
-        done = subprocess.run(run, env=os.environ | override.to_environment(), stdout=output,
-                              stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, check=False)
+        done = subprocess.run(run, stdout=output, stderr=subprocess.STDOUT,
+                              stdin=subprocess.DEVNULL, check=False)
     shutil.rmtree(folder / name / "checkpoints", ignore_errors=True)
     events = read_events(folder / name)
     facts = next((e for e in events if e["event"] == "job.overridden"), None)
@@ -77,7 +81,8 @@ def ours(command: Sequence[str], case: Case, steps: int, microbatches: int, fold
             if e["event"] == "worker.step_committed" and e["step"] >= WARM_UP_STEPS - 1]
     spans = phases.rows_of(phases.events_of(phases.files_of(folder / name)))
     return Ran([end - before for before, end in pairwise(ends)],
-               int(facts["global_batch"]) // case.scale, {row.phase: row.step_ms for row in spans})
+               int(facts["global_batch"]) // case.scale, int(facts["microbatches"]) // case.scale,
+               {row.phase: row.step_ms for row in spans})
 
 
 def peer(demo: str, case: Case, steps: int, batch: int, folder: Path) -> Ran:
@@ -109,7 +114,7 @@ def peer(demo: str, case: Case, steps: int, batch: int, folder: Path) -> Ran:
                           f"{last_lines(log)}")
     found = json.loads(printed.splitlines()[-1])
     count = len(found["seconds"])
-    return Ran(found["seconds"][WARM_UP_STEPS:], batch,
+    return Ran(found["seconds"][WARM_UP_STEPS:], batch, 1,
                {name: 1000 * total / count for name, total in found["parts"].items()})
 
 

@@ -131,13 +131,7 @@ class Average:
 
 
 def average_of(model: torch.nn.Module, ema: float | None, swa: Swa | None) -> Average | None:
-    """Return the average that the options ask for. Raises ConfigError."""
-    if ema is not None and swa is not None:
-        raise ConfigError(f"ema is {ema} and swa is {swa}, but a run has one average. Leave one of "
-                          f"them out.")
-    if ema is not None and not 0 <= ema < 1:
-        raise ConfigError(f"ema is {ema}. Use a number from 0 to below 1, e.g. 0.999: the share of "
-                          f"the average that stays in each step.")
+    """Return the average that the options ask for."""
     return Average(model, ema, swa) if ema is not None or swa else None
 
 

@@ -24,24 +24,28 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch
+from horovod.torch import Adasum
 
-from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.state.config_changes import changes, require_allowed
+from elastic_trainer.config import ADASUM, ConfigError, Launch
+from elastic_trainer.options import Options, resolved
 from elastic_trainer.state.configuration import (
     RUN,
     TRAINING,
     VARIABLE,
     Configuration,
+    changes,
     is_taken,
+    overrides_of,
+    require_allowed,
+    require_options,
     taken,
 )
-from elastic_trainer.state.plain_options import require_options
 from elastic_trainer.state.rates import Rates
 from elastic_trainer.training.job import Job
-from elastic_trainer.training.options import Options
+from elastic_trainer.training.option_names import Words
 from elastic_trainer.training.settings import CONFIGURATION, Remark, configuration_differs
 from elastic_trainer.wire.redact import redacted_settings
 
@@ -67,10 +71,9 @@ def configuration(model: type[T] | None = None, *,
     validated, and an instance of it is returned. Raises ConfigError.
     """
     text = Launch.from_environment().configuration or (str(file) if file is not None else "")
-    if not text:
+    if not text or not (found := taken(text, file)) and overrides_of(text):
         raise ConfigError(NO_CONFIGURATION)
     os.environ[VARIABLE] = text  # Trainer finds it there, as it does under a launcher
-    found = taken(text)
     require_options(found)
     return found if model is None else _validated(found, model)
 
@@ -98,30 +101,49 @@ def _validated(found: Configuration, model: type[T]) -> T:
 
 # --- a configuration in use -----------------------------------------------------------------------
 
+def in_force(given: Options, words: Words) -> Options:
+    """Return the options that hold: the script's, those of --override over them, and the defaults.
+    Raises ConfigError."""
+    if given.get("reduce") == Adasum:  # a number
+        raise ConfigError(ADASUM)
+    overrides = overrides_of(Launch.from_environment().configuration)
+    held: Options = resolved(given, overrides, words.api)
+    return held
+
+
 def in_use(job: Job, options: Options) -> Job:
     """Return the job with the configuration that it has. Raises ConfigError where the script does
     not use it."""
-    launch = Launch.from_environment()
-    text = launch.configuration
-    if text and not is_taken(text):
+    text = Launch.from_environment().configuration
+    overrides = overrides_of(text)
+    if overrides:
+        job = replace(job, remarks=(*job.remarks, _overridden(overrides, job)))
+    if text and not is_taken(text) and Configuration.from_text(text):
         raise ConfigError(
             "A configuration is given (--config, --set, ELASTIC_TRAINER_CONFIG), but the script "
             "does not read it, so it has no effect. Call `config = configuration()` of "
             "elastic_trainer and use its values, or leave --config and --set out.")
-    if not text:
+    if not text or not is_taken(text):
         return job
-    found = taken(text)
-    # A measurement has other numbers than the script gives (overridden.py).
-    for key, value in ({} if launch.override.is_given else found.training).items():
-        used = getattr(options, key)
-        if used != value:
+    found, held = taken(text), cast(Mapping[str, Any], options)
+    for key, value in found.training.items():
+        if held[key] != value and key not in overrides:
             raise ConfigError(
                 f"{found.source} has {TRAINING}.{key} = {value!r}, but the script gives "
-                f"{job.words.api} {used!r}. Use {job.words.name}(…, **config.training).")
+                f"{job.words.api} {held[key]!r}. Use {job.words.name}(…, **config.training).")
     unread = redacted_settings(found.unread())
     remarks = tuple(_unread(key, value) for key, value in unread.items())
     return replace(job, configuration=redacted_settings(found.flat()),
                    remarks=(*job.remarks, *remarks))
+
+
+def _overridden(overrides: Mapping[str, Any], job: Job) -> Remark:
+    numbers = job.schedule
+    told = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
+    return Remark(
+        "job.overridden", f"--override holds over the script's options: {told}.",
+        {"steps": numbers.steps, "microbatches": numbers.microbatches,
+         "global_batch": numbers.global_batch})
 
 
 def _unread(key: str, value: Any) -> Remark:

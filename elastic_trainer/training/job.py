@@ -10,7 +10,6 @@ What always holds:
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -21,27 +20,27 @@ from typing import Any
 import horovod
 import numpy
 import torch
-from horovod.torch import Adasum
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from elastic_trainer.config import ADASUM, REDUCERS, ConfigError, Launch
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.data.loader import MicrobatchRecipe, Reader, Readers
 from elastic_trainer.data.mixture import order_of
 from elastic_trainer.evaluate.best import Best, require_rule
 from elastic_trainer.events.log import newest_attempt
 from elastic_trainer.loggers.row import require_loggers
+from elastic_trainer.options import Options, declared
 from elastic_trainer.reduce.buffer_rules import BufferRules, Rule
+from elastic_trainer.reduce.sending import Sending, sending_of
 from elastic_trainer.schedule.learning_rate import LinearScaling
 from elastic_trainer.schedule.lengths import length_of
 from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.supported import refusal, refused_dataset
 from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of, extras_with
-from elastic_trainer.training.losses import require_policy
 from elastic_trainer.training.option_names import OF_TRAIN, Words
-from elastic_trainer.training.options import Options
-from elastic_trainer.training.overridden import remarks_on_override
 from elastic_trainer.training.precision import Precision, precision_of, scaler_of
 from elastic_trainer.training.settings import (
     Remark,
@@ -107,7 +106,7 @@ class Job:
     scheduler: LRScheduler | None = None
     """Sets the rates instead of `rate`."""
     on_nan: str = "raise"
-    """The policy for a loss that is not finite: one of losses.ON_NAN."""
+    """The policy for a loss that is not finite (losses.py)."""
     words: Words = OF_TRAIN
     """What messages call the options."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
@@ -134,24 +133,24 @@ def checked(
     """Return the job that the options describe. Raises ConfigError."""
     optimizer = as_one(given) if isinstance(given, Mapping) else given
     device = require_model(model, optimizer)
-    require_values(options, words)
-    min_samples = options.min_microbatch_samples
+    require_objects(options)
+    min_samples = options["min_microbatch_samples"]
     if min_samples is None:
-        min_samples = fewest_samples(model, options.global_batch, options.microbatches)
+        min_samples = fewest_samples(model, options["global_batch"], options["microbatches"])
     if why := refused_dataset(dataset):
         raise ConfigError(why)
-    order = order_of(dataset, options.order)
-    epochs, max_steps = length_of(options.until)
+    order = order_of(dataset, options["order"])
+    epochs, max_steps = length_of(options["until"])
     numbers = Schedule(
         dataset_size=order.epoch_size(len(dataset)), order=order,
-        global_batch=options.global_batch, microbatches=options.microbatches, epochs=epochs,
-        seed=options.seed, max_steps=max_steps,
-        drop_last=options.drop_last, min_microbatch_samples=min_samples)
-    rates = options.lr
+        global_batch=options["global_batch"], microbatches=options["microbatches"], epochs=epochs,
+        seed=options["seed"], max_steps=max_steps,
+        drop_last=options["drop_last"], min_microbatch_samples=min_samples)
+    rates = options["lr"]
     if isinstance(rates, LinearScaling):
         rates = rates.of_batch(numbers.global_batch)
-    average = average_of(model, options.ema, options.swa)
-    best = Best(options.best) if options.best else None
+    average = average_of(model, options["ema"], options["swa"])
+    best = Best(options["best"]) if options["best"] else None
     scheduler, rate = split_schedule(rates, optimizer, numbers.steps, words)
     collate = collate_of(options)
     return Job(
@@ -162,20 +161,20 @@ def checked(
         scheduler=scheduler,
         schedule=numbers,
         remarks=tuple(remarks_on_last_batch(numbers)),
-        clip_norm=options.clip_norm,
-        clip_value=options.clip_value,
-        precision=precision_of(options.precision, device.type),
-        scaler=scaler_of(options.precision, options.scaler, device.type),
-        on_nan=options.on_nan,
+        clip_norm=options["clip_norm"],
+        clip_value=options["clip_value"],
+        precision=precision_of(options["precision"], device.type),
+        scaler=scaler_of(options["precision"], options["scaler"], device.type),
+        on_nan=options["on_nan"],
         collate=collate,
-        readers=Readers(Reader(dataset, collate, MicrobatchRecipe(numbers), options.loader,
+        readers=Readers(Reader(dataset, collate, MicrobatchRecipe(numbers), options["loader"],
                                device)),
         average=average,
         best=best,
-        logs=bool(options.loggers),
-        rules=options.buffers or {},
-        state=extras_with({"swa" if options.swa else "ema": average, "best": best},
-                           options.state),
+        logs=bool(options["loggers"]),
+        rules=options["buffers"] or {},
+        state=extras_with({"swa" if options["swa"] else "ema": average, "best": best},
+                           options["state"]),
         after_step=after_step or (lambda step: None),
         device=device,
         words=words,
@@ -185,12 +184,13 @@ def checked(
 
 def collate_of(options: Options) -> Callable[[list[Any]], Any]:
     """Return what makes batches. Raises ConfigError if it is given twice."""
-    if options.loader is None or options.loader.collate is None:
-        return options.collate
-    if options.collate is not default_collate:
+    loader, given = options["loader"], options["collate"]
+    if loader is None or loader.collate is None:
+        return given or default_collate
+    if given:
         raise ConfigError("collate is given, and Loader has a collate of its own. Leave one of "
                           "them out.")
-    return options.loader.collate
+    return loader.collate
 
 
 def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
@@ -209,45 +209,43 @@ def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
     return trained[0].device
 
 
-def require_values(options: Options, words: Words) -> None:
-    """Raise ConfigError for values that cannot work, whatever the model and the data are."""
-    if options.reduce == Adasum or str(options.reduce).lower() == "adasum":
-        raise ConfigError(ADASUM)
-    if options.reduce is not None and options.reduce not in REDUCERS:
-        raise ConfigError(
-            f"reduce is {options.reduce!r}, which is no reducer. Use one of {REDUCERS}."
-        )
-    if options.clip_norm is not None and not options.clip_norm > 0:
-        raise ConfigError(
-            f"clip_norm is {options.clip_norm}. Use a positive number, or None for no clipping."
-        )
-    if options.clip_value is not None and not options.clip_value > 0:
-        raise ConfigError(
-            f"clip_value is {options.clip_value}. Use a positive number, or None for no clipping."
-        )
-    if options.clip_norm is not None and options.clip_value is not None:
-        raise ConfigError(
-            f"clip_norm is {options.clip_norm} and clip_value is {options.clip_value}, but a "
-            f"gradient is clipped in one way. Leave one of them out."
-        )
-    BufferRules(torch.nn.Identity(), options.buffers)
-    require_policy(options.on_nan)
-    require_rule(options.best)
-    if options.cpu_threads < 1:
-        raise ConfigError(f"cpu_threads is {options.cpu_threads}. Use 1 or more.")
-    options.plan()
-    options.sending()
-    require_loggers(options.loggers)
-    lacking = [
-        name
-        for name, extra in (options.state or {}).items()
-        if not (hasattr(extra, "state_dict") and hasattr(extra, "load_state_dict"))
-    ]
-    if lacking:
-        raise ConfigError(
-            f"the objects {lacking} in state have no state_dict and load_state_dict. "
-            f"Give them both."
-        )
+def require_objects(options: Options) -> None:
+    """Raise ConfigError for objects that cannot work, whatever the model and the data are."""
+    BufferRules(torch.nn.Identity(), options["buffers"])
+    require_rule(options["best"])
+    require_loggers(options["loggers"])
+    plan_of(options)
+    sent(options)
+    if lacking := [name for name, one in (options["state"] or {}).items()
+                   if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))]:
+        raise ConfigError(f"the objects {lacking} in state have no state_dict and load_state_dict. "
+                          f"Give them both.")
+
+
+def plan_of(options: Options) -> Plan:
+    """Return when checkpoints are made and which are kept. Raises ConfigError."""
+    try:
+        return Plan(every=Cadence.parse(options["checkpoint_every"]),
+                    keep_last=options["keep_last"], keep_every=options["keep_every"],
+                    part_bytes=options["part_bytes"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def sent(options: Options) -> Sending:
+    """Return how gradients are sent. Raises ConfigError."""
+    return sending_of(options["compress"], options["predivide"], options["bucket_bytes"])
+
+
+def unusual_for_checkpoints(options: Options) -> dict[str, Any]:
+    """Return the options of checkpoints that are not the defaults, without a wish for none."""
+    given: Any = options
+    return {name: given[name] for name, (_, option) in declared().items()
+            if option.needs_store and given[name] != option.default
+            and (name, given[name]) not in NO_CHECKPOINTS}
+
+
+NO_CHECKPOINTS = [("checkpoint_every", value) for value in (0, "0", None)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,30 +261,18 @@ def settled(
     launch: Launch, options: Options, device: torch.device, words: Words = OF_TRAIN
 ) -> Placement:
     """Put together what the user and the launcher ask for."""
-    run_dir, store, reduce = options.run_dir, options.store, options.reduce
-    remarks = remarks_on_launcher(
-        run_dir=os.fspath(run_dir) if run_dir else None,
-        store=store,
-        reduce=reduce,
-        launcher_store=launch.store,
-        launcher_run_dir=str(launch.run_dir) if launch.run_dir else None,
-        launcher_reduce=launch.reduce_asked,
-        caller=words.name,
-    )
+    run_dir, store = options["run_dir"], options["store"]
+    remarks = remarks_on_launcher(options, launch, words.name)
     if run_dir is not None and launch.run_dir is None:
         launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
     if store is not None:
         launch = replace(launch, store=store)
     if launch.run_dir and not launch.driver:  # no launcher counts: each process is an attempt
         launch = replace(launch, attempt=newest_attempt(launch.run_dir) + 1)
-    remarks += remarks_on_effect(
-        bool(launch.run_dir or launch.store),
-        device.type,
-        options.cpu_threads,
-        options.unusual_for_checkpoints(),
-    )
-    remarks += remarks_on_override(launch.override, options)
-    return Placement(launch=launch, reduce=reduce or launch.reduce, remarks=tuple(remarks))
+    remarks += remarks_on_effect(bool(launch.run_dir or launch.store), device.type,
+                                 options["cpu_threads"], unusual_for_checkpoints(options))
+    return Placement(launch=launch, reduce=options["reduce"] or launch.reduce,
+                     remarks=tuple(remarks))
 
 
 def describe(job: Job) -> dict[str, Any]:
@@ -294,18 +280,9 @@ def describe(job: Job) -> dict[str, Any]:
     schedule = job.schedule
     return {
         "schedule": {
-            name: getattr(schedule, name)
-            for name in (
-                "dataset_size",
-                "global_batch",
-                "microbatches",
-                "epochs",
-                "seed",
-                "max_steps",
-                "drop_last",
-                "min_microbatch_samples",
-                "steps",
-            )
+            name: getattr(schedule, name) for name in (
+                "dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps",
+                "drop_last", "min_microbatch_samples", "steps")
         } | facts_of(schedule.order),
         "config": {
             "optimizer": kind_of(job.optimizer),

@@ -17,10 +17,8 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.config import ConfigError
 from elastic_trainer.training.option_names import Words
 
-ON_NAN = ("raise", "skip", "continue")
 MAX_NAMED_SAMPLES = 64
 """The largest number of samples of a micro-batch that the event names."""
 MAX_IN_ERROR = 8
@@ -30,12 +28,6 @@ MAX_IN_ERROR = 8
 class LossNotFinite(ArithmeticError):
     """The loss of a step is not finite, and train(on_nan="raise") ended the run before it was
     applied."""
-
-
-def require_policy(on_nan: str) -> None:
-    """Raise ConfigError for what is no policy."""
-    if on_nan not in ON_NAN:
-        raise ConfigError(f"on_nan is {on_nan!r}. Use one of {ON_NAN}.")
 
 
 def require_scalar(loss: Any, words: Words) -> torch.Tensor:

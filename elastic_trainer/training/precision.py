@@ -114,8 +114,6 @@ def _depth() -> int:
 
 def precision_of(name: str, device_type: str) -> Precision:
     """Return the precision of a name on a kind of device. Raises ConfigError."""
-    if name not in PRECISIONS:
-        raise ConfigError(f"precision is {name!r}. Use one of {tuple(PRECISIONS)}.")
     if (dtype := PRECISIONS[name]) is not None:
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")

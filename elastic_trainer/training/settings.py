@@ -9,21 +9,25 @@ What always holds:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from elastic_trainer.config import ConfigError
+from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.options import Options
 from elastic_trainer.reduce.sending import BUCKET_BYTES
 from elastic_trainer.schedule.schedule import Schedule as Numbers
 from elastic_trainer.state.supported import some
 from elastic_trainer.training.option_names import Words
-from elastic_trainer.training.options import Rates
 from elastic_trainer.training.several_optimizers import Schedulers, Several, kind_of
+
+Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
+"""What sets the learning rates, when the global batch is known."""
 
 
 @dataclass(frozen=True)
@@ -246,31 +250,19 @@ def _plain(value: Any) -> Any:
 # --- options that have no effect ------------------------------------------------------------------
 
 
-def remarks_on_launcher(
-    *,
-    run_dir: str | None,
-    store: str | None,
-    reduce: str | None,
-    launcher_run_dir: str | None,
-    launcher_store: str,
-    launcher_reduce: str | None,
-    caller: str = "train",
-) -> list[Remark]:
+def remarks_on_launcher(options: Options, launch: Launch, caller: str) -> list[Remark]:
     """Remark on options that both the caller and the launcher have, with different values."""
     remarks = []
-    if run_dir and launcher_run_dir and run_dir != launcher_run_dir:
+    if (run_dir := options["run_dir"]) and launch.run_dir and Path(run_dir) != launch.run_dir:
         remarks.append(
-            _ignored("run_dir", run_dir, f"the launcher keeps this run in {launcher_run_dir}",
-                     f"Leave run_dir out, or start the launcher with "
+            _ignored("run_dir", os.fspath(run_dir), f"the launcher keeps this run in "
+                     f"{launch.run_dir}", f"Leave run_dir out, or start the launcher with "
                      f"--runs-dir {Path(run_dir).parent} --run {Path(run_dir).name}"))
-    if store and launcher_store and store != launcher_store:
-        remarks.append(
-            _ignored("--store", launcher_store, f"{caller}(store={store!r}) holds",
-                     "Give one of the two"))
-    if reduce and launcher_reduce and reduce != launcher_reduce:
-        remarks.append(
-            _ignored("--reduce", launcher_reduce, f"{caller}(reduce={reduce!r}) holds",
-                     "Give one of the two"))
+    for name, theirs in (("store", launch.store), ("reduce", launch.reduce_asked)):
+        mine = cast(Any, options)[name]
+        if mine and theirs and mine != theirs:
+            remarks.append(_ignored(f"--{name}", theirs, f"{caller}({name}={mine!r}) holds",
+                                    "Give one of the two"))
     return remarks
 
 

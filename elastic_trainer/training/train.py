@@ -9,59 +9,38 @@ model, optimizer, dataset, loss, numbers → here → weights
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import default_collate
 
-from elastic_trainer.data.loader import Loader
-from elastic_trainer.evaluate.best import KeepBest
 from elastic_trainer.evaluate.evaluation_plan import (
     Evaluation,
     examination_of,
     require_evaluation,
 )
-from elastic_trainer.loggers.row import Logger
-from elastic_trainer.reduce.buffer_rules import Rule
+from elastic_trainer.options import Options, shows_options
 from elastic_trainer.schedule.lengths import ends_interval
-from elastic_trainer.schedule.order import Order
-from elastic_trainer.state.checkpoint import PART_BYTES
-from elastic_trainer.training.averages import Swa
+from elastic_trainer.training.configured import in_force
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.moves import Finished, Microbatch, Move
-from elastic_trainer.training.options import Options, Schedule
-from elastic_trainer.training.overridden import overridden
+from elastic_trainer.training.option_names import OF_TRAIN
 from elastic_trainer.training.precision import Precision
 from elastic_trainer.training.worker import Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Loss = Callable[[torch.nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Any]]
 
 
+@shows_options()
 def train(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *,
-    loss: Loss, global_batch: int, microbatches: int = 8, until: str = "1 epoch", seed: int = 0,
-    lr: Schedule | None = None,
-    clip_norm: float | None = None, clip_value: float | None = None,
-    ema: float | None = None, swa: Swa | None = None,
-    evaluate: Evaluation | None = None, best: KeepBest | None = None,
-    precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
-    order: str | Order = "shuffled", drop_last: bool = False,
-    min_microbatch_samples: int | None = None,
-    collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
-    state: Mapping[str, Any] | None = None, after_step: Callable[[int], None] | None = None,
-    checkpoint_every: int | str | None = "auto", keep_last: int = 3, keep_every: int = 0,
-    part_bytes: int = PART_BYTES, reduce: str | None = None, compress: bool | str = False,
-    predivide: float = 1.0, bucket_bytes: int | None = None,
-    cpu_threads: int = 1, on_nan: str = "raise", buffers: Mapping[str, Rule] | None = None,
-    run_dir: str | os.PathLike[str] | None = None,
-    store: str | None = None,
-    listeners: Sequence[Callable[[str, dict[str, Any]], None]] | None = None,
-    loggers: Sequence[Logger] = (),
-    timeline: bool = False, progress: bool = True,
+    loss: Loss, evaluate: Evaluation | None = None,
+    after_step: Callable[[int], None] | None = None, **options: Unpack[Options],
 ) -> Result:
     """Train to the end, whatever the fleet does, and return the same result on every worker.
 
@@ -72,28 +51,15 @@ def train(
     part of each step, under torch.no_grad(): a backward pass of its own needs `with
     torch.enable_grad():`. Modules, parameters and the optimizer's groups stay the same objects.
     `evaluate` evaluates the model behind steps: `Evaluation(held_out, measure, every="1 epoch")`.
-    The section Options of the reference has the other options (training/options.py).
+    The section Options of the reference has the options (options.py).
 
     Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its
     sys.exit()). Leaves by SystemExit 75 if this worker is not wanted any more.
     """
-    options = overridden(Options(
-        global_batch=global_batch, microbatches=microbatches, until=until, seed=seed,
-        lr=lr, clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
-        best=best,
-        precision=precision, scaler=scaler,
-        order=order, drop_last=drop_last, min_microbatch_samples=min_microbatch_samples,
-        collate=collate,
-        loader=loader, state=state,
-        checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
-        part_bytes=part_bytes, reduce=reduce, compress=compress,
-        predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads,
-        on_nan=on_nan, buffers=buffers, run_dir=run_dir, store=store, listeners=listeners or (),
-        loggers=loggers,
-        timeline=timeline, progress=progress))
-    job = checked(model, optimizer, dataset, options, after_step)
+    held = in_force(options, OF_TRAIN)
+    job = checked(model, optimizer, dataset, held, after_step)
     require_evaluation(evaluate, job)
-    worker = Worker(job, options)
+    worker = Worker(job, held)
     return drive(worker.moves(), model, loss, job.precision,
                  partial(evaluate_behind, evaluate, worker) if evaluate else lambda *_: None)
 

@@ -5,10 +5,9 @@ model, optimizer, dataset, numbers → here → the user's `for step in trainer`
 
     from elastic_trainer import Trainer
 
-    trainer = Trainer(model, optimizer, dataset, global_batch=256, microbatches=32, until="10
-    epochs") for step in trainer:                            # a newcomer enters at the current step
-        for batch in step:                          # the micro-batches of this worker, on the
-        device
+    trainer = Trainer(model, optimizer, dataset, global_batch=256, until="10 epochs")
+    for step in trainer:                            # a newcomer enters at the current step
+        for batch in step:                          # this worker's micro-batches, on the device
             step.backward(loss_of(model, batch))
         print(step.number, step.epoch, step.loss)   # here the step is finished, on every worker
 
@@ -24,33 +23,29 @@ What always holds:
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
-from torch.utils.data import default_collate
 
 from elastic_trainer.data.loader import Loader
-from elastic_trainer.evaluate.best import NOT_KEPT, Best, KeepBest
+from elastic_trainer.evaluate.best import NOT_KEPT, Best
 from elastic_trainer.evaluate.evaluation import NOT_FINISHED, Examination, Fn
-from elastic_trainer.loggers.row import Logger
-from elastic_trainer.reduce.buffer_rules import Rule
-from elastic_trainer.schedule.order import Order
-from elastic_trainer.state.checkpoint import PART_BYTES
-from elastic_trainer.training.averages import Swa
+from elastic_trainer.options import Options, shows_options
+from elastic_trainer.training.configured import in_force
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.loop_exit import Leaving
 from elastic_trainer.training.moves import Move
 from elastic_trainer.training.option_names import OF_TRAINER
-from elastic_trainer.training.options import Options, Schedule
-from elastic_trainer.training.overridden import overridden
 from elastic_trainer.training.several_optimizers import hooked
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.worker import Worker
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ANOTHER = ("another trainer's loop is running: a process is one worker of one run. End that loop "
            "first, or give one Trainer several optimizers.")
@@ -64,7 +59,7 @@ class Trainer:
     one, or several by name: then each has a phase of its own in every step (`step.phase`).
     `dataset` has `len` and `[i]` (or `__getitems__`). A batch is what `collate` returns, with its
     tensors on the model's device. `until` is a number of epochs or of steps: "10 epochs", "5000
-    steps". The section Options of the reference has the other options (training/options.py).
+    steps". The section Options of the reference has the other options (options.py).
 
     What the loop may keep, and where:
 
@@ -91,38 +86,15 @@ class Trainer:
     _in_thread: ClassVar[threading.local] = threading.local()
     """The trainer whose loop runs in this thread."""
 
+    @shows_options()
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
-        dataset: Any, *, global_batch: int,
-        microbatches: int = 8, until: str = "1 epoch", seed: int = 0, lr: Schedule | None = None,
-        clip_norm: float | None = None, clip_value: float | None = None,
-        ema: float | None = None, swa: Swa | None = None, best: KeepBest | None = None,
-        precision: str = "fp32", scaler: torch.amp.GradScaler | None = None,
-        state: Mapping[str, Any] | None = None, order: str | Order = "shuffled",
-        drop_last: bool = False, min_microbatch_samples: int | None = None,
-        collate: Callable[[list[Any]], Any] = default_collate, loader: Loader | None = None,
-        checkpoint_every: int | str | None = "auto", keep_last: int = 3, keep_every: int = 0,
-        part_bytes: int = PART_BYTES, reduce: str | None = None,
-        compress: bool | str = False, predivide: float = 1.0, bucket_bytes: int | None = None,
-        cpu_threads: int = 1, on_nan: str = "raise", buffers: Mapping[str, Rule] | None = None,
-        run_dir: str | os.PathLike[str] | None = None, store: str | None = None,
-        listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
-        loggers: Sequence[Logger] = (), timeline: bool = False, progress: bool = True,
+        dataset: Any, **options: Unpack[Options],
     ):
-        options = overridden(Options(
-            global_batch=global_batch, microbatches=microbatches, until=until, seed=seed, lr=lr,
-            clip_norm=clip_norm, clip_value=clip_value, ema=ema, swa=swa,
-            best=best, precision=precision, scaler=scaler, state=state, order=order,
-            drop_last=drop_last, min_microbatch_samples=min_microbatch_samples, collate=collate,
-            loader=loader, checkpoint_every=checkpoint_every, keep_last=keep_last,
-            keep_every=keep_every, part_bytes=part_bytes, reduce=reduce, compress=compress,
-            predivide=predivide, bucket_bytes=bucket_bytes, cpu_threads=cpu_threads, on_nan=on_nan,
-            buffers=buffers, run_dir=run_dir, store=store, listeners=listeners, loggers=loggers,
-            timeline=timeline, progress=progress))
-        self._worker = Worker(
-            checked(model, optimizer, dataset, options, words=OF_TRAINER), options)
+        held = in_force(options, OF_TRAINER)
+        self._worker = Worker(checked(model, optimizer, dataset, held, words=OF_TRAINER), held)
         self._moves = self._worker.moves()
         self._leaving = Leaving(self._worker, self._end_with)
         self._step: Step | None = None

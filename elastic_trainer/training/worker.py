@@ -41,6 +41,7 @@ from elastic_trainer.host import stacks
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.host.own import OursFirst
 from elastic_trainer.loggers.rows import Rows
+from elastic_trainer.options import Options
 from elastic_trainer.reduce.sending import Sending
 from elastic_trainer.training import compiled, debugger, determinism
 from elastic_trainer.training.account import is_finished, is_in_store
@@ -54,13 +55,11 @@ from elastic_trainer.training.failures import (
     text_of,
     without_frames,
 )
-from elastic_trainer.training.job import Job, Result, settled
+from elastic_trainer.training.job import Job, Result, plan_of, sent, settled
 from elastic_trainer.training.listeners import Guarded
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.moves import Begun, Microbatch, Move, Portion
 from elastic_trainer.training.option_names import Words
-from elastic_trainer.training.options import Options
-from elastic_trainer.training.overridden import report_memory
 from elastic_trainer.training.stop_request import Wish
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.wire.plain import plain_text
@@ -84,7 +83,7 @@ class Worker:
         self.loop: Loop | None = None
         """None until this worker has a place."""
         self.wish = Wish(job.best)
-        self.rows = Rows(options.loggers)
+        self.rows = Rows(options["loggers"])
         self.advice = ""
         """A remedy for a person, if the user's code has failed on the batch in hand."""
         self._compiler = compiled.current()  # torch's settings, as the user has them
@@ -132,7 +131,7 @@ class Worker:
             self.job.readers.training.start()
             yield Begun(0, is_trial=True)  # the number is known when this worker has joined
         if self.job.device.type == "cpu":
-            torch.set_num_threads(self.options.cpu_threads)
+            torch.set_num_threads(self.options["cpu_threads"])
         if standby.is_standby():
             yield from self._rehearse()
         stood_by = standby.wait_for_place()
@@ -142,10 +141,10 @@ class Worker:
         self.driver = driver_of(self.launch, self.events)
         require_main_thread(self.driver)
         try:
-            is_shown = self.options.progress and not (self.launch.driver or self.launch.horovod)
+            is_shown = self.options["progress"] and not (self.launch.driver or self.launch.horovod)
             with shown(self.events) if is_shown else nullcontext():
                 self.loop = Loop(self.job, self.launch, self.driver, self.events, reduce,
-                                 self.options.sending(), self.options.plan(),
+                                 sent(self.options), plan_of(self.options),
                                  self.wish)
                 return (yield from self.loop.moves(has_begun=has_begun))
         except (KeyboardInterrupt, GeneratorExit):
@@ -155,7 +154,7 @@ class Worker:
             raise
         finally:
             self.job.readers.close()
-            report_memory(self.launch.override, self.job.device, self.events)
+            report_memory(self.job.device, self.events)
             self.events.trace.close()
             self.rows.close()
             self.events.flush()
@@ -167,11 +166,11 @@ class Worker:
         """Return whether the run is known to be finished, before this worker has its place. Under
         our launcher a finished run has no worker."""
         steps, launch = self.job.schedule.steps, Launch.from_environment()
-        store = None if launch.driver else launch.store or self.options.store
+        store = None if launch.driver else launch.store or self.options["store"]
         return is_finished(run_dir_of(self.options), steps) or is_in_store(store, steps)
 
     def _rehearse(self) -> Generator[Move, None, None]:
-        expect_exact(self.job.device.type, self.options.reduce)
+        expect_exact(self.job.device.type, self.options["reduce"])
         yield from rehearse(
             self.job, Loop(self.job, Launch(), Alone(), Events(None), "exact", Sending()).warm_up
         )
@@ -191,11 +190,11 @@ class Worker:
         launch = placement.launch
         choose_settings(self.job.device.type, placement.reduce, self._compiler)
         self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
-        self.launch, self.events = opened(launch, [*self.options.listeners,
-                                                   *self.rows.listeners()])
+        self.launch, self.events = opened(launch, [
+            *(self.options["listeners"] or ()), *self.rows.listeners()])
         self.job.readers.report_to(partial(self.events.emit, "worker.loader_restarted"))
         self.rows.begin(self.launch.run_dir, self.events.emit)
-        if self.options.timeline or launch.timeline:
+        if self.options["timeline"] or launch.timeline:
             open_timeline(self.launch, self.events, self.job.words)
         return placement.reduce
 
@@ -325,6 +324,12 @@ class Worker:
             state.restore()
 
 
+def report_memory(device: torch.device, events: Events) -> None:
+    """Emit the most memory that torch has held on the GPU, if there is one."""
+    if device.type == "cuda":
+        events.emit("worker.memory_measured", device_bytes=torch.cuda.max_memory_reserved(device))
+
+
 def expect_exact(device_type: str, reduce: str | None) -> None:
     """Let torch compute as `exact` needs it where no reducer is known yet: in a standby."""
     if device_type == "cuda":  # cuBLAS reads this at its first product
@@ -418,7 +423,7 @@ def leave_unsaved(error: BaseException, driver: Driver, launch: Launch, events: 
 
 def run_dir_of(options: Options) -> Path | None:
     """Return the folder of the run: the launcher's, or the user's."""
-    given = Launch.from_environment().run_dir or options.run_dir
+    given = Launch.from_environment().run_dir or options["run_dir"]
     return Path(given) if given else None
 
 
