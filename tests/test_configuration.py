@@ -69,7 +69,7 @@ def test_the_signatures_are_made_from_the_declarations() -> None:
         shown = inspect.signature(function).parameters
         assert {name: shown[name].default for name in declared(of)} == {
             name: option.default for name, (_, option) in declared(of).items()}
-        assert typing.get_type_hints(function)["options"].__args__ == (of,)
+        assert function.__annotations__["options"] == f"Unpack[{of.__name__}]"
         assert not any(one.kind is one.VAR_KEYWORD for one in shown.values())
     assert typing.get_type_hints(Options)["microbatches"] is int
     assert "microbatches: int = 8" in str(inspect.signature(Trainer))
