@@ -43,10 +43,10 @@ space_needed_mib=6144
 say() { printf 'install: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-extras=examples
+extras=examples,web
 case ${1-} in
     '') ;;
-    --dev) extras=examples,dev ;;
+    --dev) extras=examples,web,dev ;;
     *) die "unknown argument $1. Usage: deploy/install.sh [--dev]" ;;
 esac
 
@@ -65,7 +65,7 @@ is_installed() {   # the dev environment holds the plain one too
     [[ -x $venv/bin/python && -f $venv/pyvenv.cfg ]] || return 1
     local now stamp written spec
     now=$(fingerprint)
-    for stamp in "$venv/.installed-examples,dev" "$venv/.installed-$extras"; do
+    for stamp in "$venv/.installed-examples,web,dev" "$venv/.installed-$extras"; do
         [[ -f $stamp ]] || continue
         { read -r written && read -r spec; } <"$stamp" || continue
         [[ $written == "$now" && ${TORCH_SPEC:-$spec} == "$spec" ]] && return 0

@@ -51,14 +51,21 @@ def of_mlflow(folder: Path) -> Series:
 
 
 def of_wandb(folder: Path) -> Series:
-    """Read the files that `wandb sync` sends, in the order of their runs. W&B's process ends the
-    last one a moment after `finish()` has returned."""
+    """Read the files that `wandb sync` sends, in the order of their runs.
+
+    `finish()` returns before W&B's own process has written the rest of a file. On a busy machine
+    the file may still be empty then. `teardown()` waits for the end of that process, as W&B's exit
+    handler does.
+    """
+    import wandb
+
+    wandb.teardown()
     series: Series = {}
     ids = set()
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     deadline = time.monotonic() + DEADLINE_S
-    while _records_of(files[-1])[-1:] != ["exit"]:
-        assert time.monotonic() < deadline, files[-1]
+    while "exit" not in (kinds := _records_of(files[-1])):  # of a worker that has ended
+        assert time.monotonic() < deadline, (files[-1], kinds)
         time.sleep(0.01)
     for file in files:
         for record in _parsed(file):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from test_checkpoint import Fleet
 
 from elastic_trainer.__main__ import main
+from elastic_trainer.commands import checkpoint_actions
 from elastic_trainer.commands.run_options import store_of_run
 from elastic_trainer.state import restore
 from elastic_trainer.state.checkpoint import PARTS, Plan
@@ -109,12 +110,12 @@ def training_on(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the run publish once more, and let its oldest go, when somebody begins to read a
     checkpoint."""
     def read_part(*arguments: Any) -> Any:
-        monkeypatch.setattr("elastic_trainer.commands.checkpoints.read_part", restore.read_part)
+        monkeypatch.setattr(checkpoint_actions, "read_part", restore.read_part)
         fleet.train()
         fleet.checkpoint()
         return restore.read_part(*arguments)
 
-    monkeypatch.setattr("elastic_trainer.commands.checkpoints.read_part", read_part)
+    monkeypatch.setattr(checkpoint_actions, "read_part", read_part)
 
 
 def test_what_a_run_lets_go_while_it_is_read_is_not_damaged(

@@ -85,12 +85,12 @@ def test_a_run_has_its_numbers_as_metrics_and_promtool_takes_them(
     run = 'run="a \\"run\\" with \\\\ and\\nlines"'
     found = values_of(text)
     assert found[f"{PREFIX}steps{{{run}}}"] == 6 and found[f"{PREFIX}goodput_ratio{{{run}}}"] > 0.5
-    assert found[f'{PREFIX}workers_lost_total{{{run},reason="crashed"}}'] == 1
-    assert found[f'{PREFIX}workers_lost_total{{{run},reason="frozen"}}'] == 0
-    assert found[f'{PREFIX}host_seconds{{{run},account="useful step"}}'] == 11.5
+    assert found[f'{PREFIX}workers_lost_total{{reason="crashed",{run}}}'] == 1
+    assert found[f'{PREFIX}workers_lost_total{{reason="frozen",{run}}}'] == 0
+    assert found[f'{PREFIX}host_seconds{{account="useful step",{run}}}'] == 11.5
     assert 4.9 < found[f"{PREFIX}oldest_heartbeat_seconds{{{run}}}"] <= oldest_s + 0.1
     assert found[f'{PREFIX}fleet_hosts{{{run},state="training"}}'] == 2
-    assert found[f'{PREFIX}host_price_per_hour{{{run},host="a",type="",currency="EUR"}}'] == 36
+    assert found[f'{PREFIX}host_price_per_hour{{currency="EUR",host="a",{run},type=""}}'] == 36
     assert found[f'{PREFIX}steps{{run="x"}}'] == 6
     assert found[f"{PREFIX}last_checkpoint_timestamp_seconds{{{run}}}"] == 13.5
     assert found[f"{PREFIX}last_step_timestamp_seconds{{{run}}}"] == 13.5
@@ -151,10 +151,10 @@ def test_a_finished_run_has_the_numbers_of_its_report(tmp_path: Path) -> None:
             assert found[f"{PREFIX}{name}_ratio{{{run}}}"] == result[name] > 0
         for name, seconds in result["books"].items():
             phase = name.removesuffix("_s")
-            assert found[f'{PREFIX}run_seconds_total{{{run},phase="{phase}"}}'] == seconds
+            assert found[f'{PREFIX}run_seconds_total{{phase="{phase}",{run}}}'] == seconds
         for account, seconds in result["host_seconds"].items():
-            assert found[f'{PREFIX}host_seconds{{{run},account="{account}"}}'] == seconds
-        cost = found[f'{PREFIX}cost_total{{{run},currency="EUR"}}']
+            assert found[f'{PREFIX}host_seconds{{account="{account}",{run}}}'] == seconds
+        cost = found[f'{PREFIX}cost_total{{currency="EUR",{run}}}']
         assert cost == costs(result, PRICES)["cost"] >= spent
         spent = cost
         assert found[f"{PREFIX}last_event_timestamp_seconds{{{run}}}"] == story[-1]["time"]

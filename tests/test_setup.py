@@ -49,7 +49,7 @@ def installed(tmp_path: Path) -> dict[str, str]:
         "XDG_CACHE_HOME": str(tmp_path / "cache")
     }
     stamp = asked_of_install("fingerprint", env)
-    (venv / ".installed-examples,dev"
+    (venv / ".installed-examples,web,dev"
      ).write_text(f"{stamp.stdout}{os.environ.get('TORCH_SPEC', 'torch==2.13.0')}\n")
     return os.environ | env
 

@@ -112,7 +112,7 @@ def test_a_script_that_needs_more_memory_than_there_is_ends_alone(
     # With the worker's own settings a freed block is split, so what a size needs is less certain.
     monkeypatch.setenv("MALLOC_MMAP_MAX_", "65536")
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
-    assert tune.run(["--workers", "1", "--steps", "4", "--memory", "1.2", "--", *command]) == 0
+    assert tune.main(["--workers", "1", "--steps", "4", "--memory", "1.2", "--", *command]) == 0
     shown = capsys.readouterr().out
     assert "microbatches=4: " in shown and "microbatches=2: " in shown
     assert "microbatches=1: " not in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import io
 import json
@@ -30,7 +31,6 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.views import live as live_module
-from elastic_trainer.views import web
 from elastic_trainer.views.live import Live
 from elastic_trainer.views.overview import Overview, open_runs
 from elastic_trainer.views.prices import Price, Prices, costs
@@ -40,15 +40,15 @@ from elastic_trainer.views.web import MOST_READERS, Server, address_of, is_own_n
 @contextmanager
 def served(*run_dirs: Path, bind: str = "127.0.0.1:0", prices: Prices | None = None,
            **options: Any) -> Iterator[Server]:
-    server = Server(open_runs(run_dirs, prices), bind, **options)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    server, loop = Server(open_runs(run_dirs, prices), bind, **options), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_until_complete, args=[server.serve()], daemon=True)
     thread.start()
     try:
         yield server
     finally:
-        server.shutdown()
-        server.server_close()
+        loop.call_soon_threadsafe(server.stops.set)
         thread.join()
+        loop.close()
 
 
 def ask(server: Server, path: str, method: str = "GET", **headers: str
@@ -252,12 +252,11 @@ def test_a_reader_gets_the_page_when_forty_connections_are_slow(
         assert sum(not is_closed(connection) for connection in slow) <= MOST_READERS
 
 
-def test_a_request_has_one_deadline_however_often_it_sends(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_has_one_deadline_however_often_it_sends(tmp_path: Path) -> None:
     """Single bytes do not extend it."""
-    monkeypatch.setattr(web, "REQUEST_S", 0.5)
     write(tmp_path, STORY)
-    with served(tmp_path) as server, connections(server, 8, b"GET / HTTP/1.1\r\nX: ") as slow:
+    with served(tmp_path, request_s=0.5) as server, connections(
+            server, 8, b"GET / HTTP/1.1\r\nX: ") as slow:
         deadline = time.monotonic() + 60
         while not all([is_closed(connection) for connection in slow]):
             assert time.monotonic() < deadline

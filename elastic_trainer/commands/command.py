@@ -1,4 +1,4 @@
-"""The command line.
+"""The command line: one file a command, imported when it is called.
 
     elastic-trainer setup [--check]
     elastic-trainer doctor [--hosts a:1,b:1] [--store URL] [--json]
@@ -21,18 +21,38 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 
-from elastic_trainer.commands import index
-from elastic_trainer.commands import read_run as look
 from elastic_trainer.config import EXIT_INTERRUPTED, ConfigError
 from elastic_trainer.host.options import Parser
 from elastic_trainer.host.output import outlive_readers
-from elastic_trainer.setup.required import require_horovod
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.wire.redact import redacted
 
 EXIT_BAD_COMMAND = 2
+COMMANDS = {
+    "setup": ("setup.command", "build or install the Horovod that this environment needs"),
+    "doctor": ("commands.doctor", "find what this machine, or the hosts of a fleet, lack for a "
+                                  "run"),
+    "run": ("commands.run", "train: the demo, or your own script after --"),
+    "replay": ("commands.replay", "rehearse a spot fleet on local hosts: your script after --"),
+    "verify": ("commands.verify", "prove from the event log that no sample was lost or repeated"),
+    "watch": ("commands.watch", "show the progress of a run"),
+    "report": ("commands.report", "show the summary of a run"),
+    "hosts": ("commands.hosts", "show the fleet's table"),
+    "index": ("commands.index", "build the index of a dataset (tar, Parquet, images), once before "
+                                "a run"),
+    "standby": ("driver.standby_service", "keep booted workers waiting on this host: its command "
+                                          "after --"),
+    "tune": ("measure.tune", "find the number of micro-batches that is fastest in the memory "
+                             "there is"),
+    "scaling": ("measure.scaling", "measure how the steps of a script scale with the workers"),
+    "plan": ("rehearse.plan", "rehearse a fleet without processes: goodput, price, advice"),
+    "checkpoints": ("commands.checkpoints", "list, show, verify, prune or export checkpoints"),
+}
+"""The module of each command, whose `main(argv)` returns the exit code, and its purpose."""
+NEED_HOROVOD = ("run", "standby", "checkpoints", "tune", "scaling", "replay")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,79 +76,22 @@ def run_process() -> None:
 
 
 def _command(argv: list[str]) -> int:
-    """Import what a command needs, and no more: `checkpoints` imports torch."""
-    parser, for_checkpoints = _parsers()
-    if argv[:1] == ["setup"]:
-        from elastic_trainer.setup import command as setup
+    if not argv or argv[0] not in COMMANDS:
+        _parser().parse_args(argv)  # prints the help, or an error
+    name, *options = argv
+    if name in NEED_HOROVOD:
+        from elastic_trainer.setup.required import require_horovod
 
-        return setup.main(argv[1:])
-    if argv[:1] == ["doctor"]:
-        from elastic_trainer.commands import examination
-
-        return examination.main(argv[1:])
-    if argv[:1] in (["run"], ["standby"], ["checkpoints"], ["tune"], ["scaling"],
-                    ["replay"]):
         require_horovod()
-    if argv[:1] == ["run"]:
-        from elastic_trainer.commands.run import run
-
-        return run(argv[1:])
-    if argv[:1] == ["replay"]:
-        from elastic_trainer.commands import run_options
-        from elastic_trainer.rehearse import replay
-
-        return replay.run(argv[1:], run_options.EXAMPLES, run_options.demo,
-                          run_options.require_known_of_run)
-    if argv[:1] == ["tune"]:
-        from elastic_trainer.measure import tune
-
-        return tune.run(argv[1:])
-    if argv[:1] == ["scaling"]:
-        from elastic_trainer.measure import scaling
-
-        return scaling.run(argv[1:])
-    if argv[:1] == ["plan"]:
-        from elastic_trainer.rehearse import plan
-
-        return plan.run(argv[1:])
-    if argv[:1] == ["standby"]:
-        from elastic_trainer.driver import standby_service as service
-
-        service.main(argv[1:])
-    if argv[:1] == ["checkpoints"]:
-        from elastic_trainer.commands import checkpoints
-
-        checkpoints.add_commands(for_checkpoints)
-        return checkpoints.run(parser.parse_args(argv))
-    if argv[:1] == ["index"]:
-        return index.run(parser.parse_args(argv))
-    return look.run(parser.parse_args(argv))
+    module = importlib.import_module(f"elastic_trainer.{COMMANDS[name][0]}")
+    return int(module.main(options))
 
 
-def _parsers() -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return the parser of all commands, and that of `checkpoints`."""
-    parser = Parser(
-        prog="elastic-trainer", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter)
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the commands' names."""
+    parser = Parser(prog="elastic-trainer", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("setup", add_help=False,
-                        help="build or install the Horovod that this environment needs")
-    commands.add_parser("doctor", add_help=False,
-                        help="find what this machine, or the hosts of a fleet, lack for a run")
-    commands.add_parser("run", add_help=False, help="train: the demo, or your own script after --")
-    commands.add_parser("replay", add_help=False,
-                        help="rehearse a spot fleet on local hosts: your script after --")
-    look.add_commands(commands)
-    index.add_command(commands.add_parser(
-        "index", help="build the index of a dataset (tar, Parquet, images), once before a run"))
-    commands.add_parser("standby", add_help=False,
-                        help="keep booted workers waiting on this host: its command after --")
-    commands.add_parser("tune", add_help=False,
-                        help="find the number of micro-batches that is fastest in the memory there "
-                             "is")
-    commands.add_parser("scaling", add_help=False,
-                        help="measure how the steps of a script scale with the workers")
-    commands.add_parser("plan", add_help=False,
-                        help="rehearse a fleet without processes: goodput, price, advice")
-    return parser, commands.add_parser(
-        "checkpoints", help="list, show, verify, prune or export checkpoints")
+    for name, (_, purpose) in COMMANDS.items():
+        commands.add_parser(name, add_help=False, help=purpose)
+    return parser

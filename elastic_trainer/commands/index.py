@@ -7,16 +7,19 @@
 
 from __future__ import annotations
 
-import argparse
 import warnings
+from collections.abc import Sequence
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.host.options import Parser
 
 KINDS = ("tar", "parquet", "images")
 
 
-def add_command(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+def _parser() -> Parser:
+    parser = Parser(prog="elastic-trainer index",
+                    description="Build the index of a dataset (tar, Parquet, images), once before "
+                                "a run.")
     parser.add_argument("urls", nargs="+", metavar="URL",
                         help="files or patterns, as TarShards and ParquetFiles take them; with a "
                              "last slash: the root of an ImageFolder")
@@ -27,10 +30,12 @@ def add_command(parser: argparse.ArgumentParser) -> None:
                         help="read archives on behind their end (TarShards(ignore_zeros=True))")
     parser.add_argument("--rebuild", action="store_true",
                         help="replace an index whose data has changed")
+    return parser
 
 
-def run(options: argparse.Namespace) -> int:
+def main(argv: Sequence[str]) -> int:
     """Build or check an index, and print what it has. Raises ConfigError."""
+    options = _parser().parse_args(argv)
     from elastic_trainer.data.files import Files
     from elastic_trainer.data.images import index_images
     from elastic_trainer.data.index import AboutData

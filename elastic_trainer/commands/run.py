@@ -28,7 +28,7 @@ LAST_LINES = 25
 EXPECTED_EXITS = (0, 130)
 
 
-def run(argv: list[str]) -> int:
+def main(argv: list[str]) -> int:
     """Train to the end, in as many attempts as it takes; returns the exit code."""
     from elastic_trainer.commands.local_s3 import local_s3
 

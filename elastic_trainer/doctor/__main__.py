@@ -3,7 +3,7 @@
     python -m elastic_trainer.doctor facts '{"folder": "runs", …}'     then it listens
     python -m elastic_trainer.doctor reach '{"a": ["10.0.0.1", 4711, "word"], …}'
 
-commands/examination.py → ssh → here
+commands/doctor.py → ssh → here
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Facts of this machine, as far as a run depends on them: probed here, judged in checks.py.
 
-this machine, store → here → checks.py, or as JSON over ssh → commands/examination.py
+this machine, store → here → checks.py, or as JSON over ssh → commands/doctor.py
 
 What always holds: a probe that fails is a fact, with its error. No probe raises, and none leaves
 anything behind.

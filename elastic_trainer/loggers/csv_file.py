@@ -47,8 +47,7 @@ class Csv:
 
     def open(self, run: Run) -> int:
         """Keep the lines that stay, and return the step after the last of them."""
-        given = None if self._given is None else Path(self._given)
-        self._path = placed("Csv", given, run, "metrics.csv").absolute()
+        self._path = placed("Csv", self._given, run, "metrics.csv")
         self._attempt = run.attempt
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns, lines = _read(self._path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,15 +77,15 @@ def require_package(logger: str, package: str) -> None:
                           f"pip install 'elastic-trainer[loggers]'.")
 
 
-def placed(logger: str, given: str | Path | None, run: Run, default: str) -> Path:
+def placed(logger: str, given: str | os.PathLike[str] | None, run: Run, default: str) -> Path:
     """Return the path of a logger: the one that was given, or its default in the folder of the
     run. Raises ConfigError."""
     if given is not None:
-        return Path(given)
+        return Path(given).absolute()
     if run.folder is None:
         raise ConfigError(f"{logger}() has no path, and this host has no folder of the run. Give "
                           f"{logger}(path).")
-    return run.folder / default
+    return (run.folder / default).absolute()
 
 
 def require_loggers(given: Any) -> None:

@@ -5,20 +5,52 @@ writer.py → here → torch.utils.tensorboard → FOLDER/events.out.tfevents.�
 What always holds:
 1. Each worker writes a file of its own. It begins with the first step that is lacking, as
    `purge_step`: TensorBoard drops that step and later ones from the files of before.
-2. A position stands beside the files (position.py). It is written behind a flush, so no step is
-   lacking that was before it.
+2. A position stands beside the files, in POSITION_FILE, which is replaced whole. It is written
+   after a flush, so no step is lacking that was before it.
 """
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.loggers.position import Position
+from elastic_trainer.host.modes import write_text
 from elastic_trainer.loggers.row import Row, Run, placed, require_package
 
 POSITION_FILE = "elastic-trainer.json"
+
+
+@dataclass(frozen=True)
+class Position:
+    """The last step that is written, and by which attempt of which run."""
+
+    run_id: str
+    attempt: int
+    step: int
+
+    def write(self, file: Path) -> None:
+        """Write it in the place of the former one."""
+        part = file.with_name(f"{file.name}.{os.getpid()}")
+        write_text(part, json.dumps([self.run_id, self.attempt, self.step]))
+        os.replace(part, file)
+
+    @staticmethod
+    def read(file: Path) -> Position | None:
+        """Return what was written; None if there is nothing."""
+        try:
+            run_id, attempt, step = json.loads(file.read_text())
+            return Position(str(run_id), int(attempt), int(step))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def lacking(self, run: Run) -> int:
+        """Return the first step that has to be written: after this position, and from the
+        beginning of a history that replaces an older one."""
+        is_left = run.goes_back or self.attempt < run.attempt
+        return min(self.step + 1, run.first) if is_left else self.step + 1
 
 
 class TensorBoard:
@@ -46,8 +78,7 @@ class TensorBoard:
         """Begin a file, behind the position of the last one."""
         from torch.utils.tensorboard import SummaryWriter  # here: it takes 1 s
 
-        given = None if self._given is None else Path(self._given)
-        self._folder = placed("TensorBoard", given, run, "tensorboard").absolute()
+        self._folder = placed("TensorBoard", self._given, run, "tensorboard")
         self._folder.mkdir(parents=True, exist_ok=True)
         position = Position.read(self._folder / POSITION_FILE)
         # Without a position there may be files of a worker that died before its first flush.

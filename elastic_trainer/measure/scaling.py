@@ -52,7 +52,7 @@ class Plan:
     folder: Path
 
 
-def run(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code. Raises ConfigError."""
     at = argv.index("--") if "--" in argv else len(argv)
     options = parser().parse_args(argv[:at])

@@ -99,7 +99,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--runs-dir", type=Path, default=Path("runs"), help="where the trials go (%(default)s)")
 
 
-def run(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code. Raises ConfigError."""
     at = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(

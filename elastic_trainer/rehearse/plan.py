@@ -79,7 +79,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object")
 
 
-def run(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code. Raises ConfigError."""
     parser = Parser(
         prog="elastic-trainer plan", allow_abbrev=False,

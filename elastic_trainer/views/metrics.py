@@ -8,16 +8,16 @@ What always holds:
    dashboard in deploy/observe use no others (tests/test_metrics_page.py).
 3. A counter never falls while the log is the same (live.py, rule 5). Steps that a start from a
    checkpoint dropped are a counter of their own, and `steps` is a gauge.
-
-The format is Prometheus's text exposition format 0.0.4.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from prometheus_client import Metric, generate_latest
+from prometheus_client.registry import Collector
 
 from elastic_trainer.events.event_kind import Phase
 from elastic_trainer.events.sentences import ENDINGS
@@ -68,20 +68,25 @@ METRICS = {
 Sample = tuple[str, Mapping[str, str], float]
 
 
+class Scrape(Collector):
+    """The metrics of runs, by their label `run`."""
+
+    def __init__(self, runs: Mapping[str, Iterable[Sample]]):
+        self._runs = runs
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the metrics that have samples."""
+        found = {name: Metric(PREFIX + name.removesuffix("_total"), meaning, kind)
+                 for name, (kind, meaning) in METRICS.items()}
+        for run, of_run in self._runs.items():
+            for name, labels, value in of_run:
+                found[name].add_sample(PREFIX + name, {"run": run, **labels}, value)
+        return [metric for metric in found.values() if metric.samples]
+
+
 def text_of(runs: Mapping[str, Iterable[Sample]]) -> str:
-    """Return the metrics of runs, by their label `run`. The samples of a metric stand together."""
-    found: dict[str, list[str]] = {name: [] for name in METRICS}
-    for run, of_run in runs.items():
-        for name, labels, value in of_run:
-            facts = ",".join(f'{key}="{_escaped(text)}"'
-                             for key, text in {"run": run, **labels}.items())
-            found[name].append(f"{PREFIX}{name}{{{facts}}} {_number(value)}")
-    lines = list[str]()
-    for name, (kind, meaning) in METRICS.items():
-        if found[name]:
-            lines += [f"# HELP {PREFIX}{name} {meaning}", f"# TYPE {PREFIX}{name} {kind}",
-                      *found[name]]
-    return "\n".join(lines) + "\n"
+    """Return the metrics of runs in Prometheus's text format 0.0.4."""
+    return generate_latest(Scrape(runs)).decode()
 
 
 def samples(status: Status, result: Mapping[str, Any], moments: Mapping[str, float],
@@ -146,15 +151,3 @@ def _of_prices(rows: Sequence[HostRow], prices: Pricing, result: Mapping[str, An
                    price.spot)
     if "costs" in result:
         yield "cost_total", currency, result["costs"]["cost"]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return f"{value:.17g}"

@@ -13,13 +13,17 @@ What always holds:
 4. The page loads nothing from elsewhere, which its Content-Security-Policy enforces.
 5. A page of a server that was started again loads itself anew: versions are those of one server.
 6. A connection has REQUEST_S for its whole request, and ANSWER_S to read the answer. Single bytes
-   extend neither. At most MOST_READERS connections send a request at once, and as many read an
-   answer. One more takes the place of the oldest one of the address with the most (wire/gate.py),
-   so slow connections of others keep no reader out. Who lacks the token takes no such place.
+   extend neither. At most MOST_READERS connections send a request at once, and as many wait for an
+   answer or read it. One more takes the place of the oldest one of the address with the most, so
+   slow connections of others keep no reader out. Who lacks the token takes no such place.
+
+aiohttp parses the requests and writes the answers. It has no deadline for a request and no limit of
+connections, so those are here (class Places).
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import hmac
@@ -29,26 +33,26 @@ import os
 import re
 import secrets
 import socket
-import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from http import HTTPStatus
-from urllib.parse import parse_qs, unquote, urlsplit
+
+from aiohttp import web
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.views.live import Live
 from elastic_trainer.views.overview import Overview
 from elastic_trainer.views.page import followed
-from elastic_trainer.wire.gate import Gate, OpenConnections, Request, head
 from elastic_trainer.wire.plain import plain
 
 DEFAULT_BIND = "127.0.0.1:8765"
 TOKEN_VARIABLE = "ELASTIC_TRAINER_WATCH_TOKEN"
 MOST_READERS, REQUEST_S, ANSWER_S = 32, 10.0, 15.0
-MOST_HEAD_BYTES = 1 << 16
+ACCEPTED_AT_ONCE, BACKLOG = 4, 128
+"""A turn of asyncio's loop accepts so few connections that their requests, which have arrived, are
+read before MOST_READERS further ones are accepted."""
+MOST_FIELD_BYTES = 1 << 16
 """A browser sends the cookies of all pages on this machine."""
 COOKIE = "elastic_trainer_token"
-EMPTY_LINE = b"\r\n\r\n"
 SCRIPT = """
 "use strict";
 let version = 0;
@@ -92,6 +96,7 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
+    "Server": "elastic-trainer",
 }
 
 
@@ -124,17 +129,75 @@ def is_own_name(host: str) -> bool:
         return False
 
 
-def cookies_in(header: str) -> dict[str, str]:
-    """Return the cookies of the header Cookie. Those of other pages on this machine, whatever their
-    form, do no harm."""
-    return {name: value for name, _, value in
-            (part.strip().partition("=") for part in header.split(";"))}
+class Places:
+    """The places of connections that send a request, or of those that get an answer."""
+
+    def __init__(self) -> None:
+        self._held: dict[asyncio.Transport, str] = {}
+        """The address of each, the oldest first."""
+        self._ends: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+
+    def take(self, transport: asyncio.Transport) -> None:
+        """Give a connection a place, that of another one if need be."""
+        if len(self._held) >= MOST_READERS:
+            ((most, _),) = Counter(self._held.values()).most_common(1)
+            oldest = next(it for it, address in self._held.items() if address == most)
+            self.leave(oldest)
+            oldest.abort()
+        self._held[transport] = (transport.get_extra_info("peername") or [""])[0]
+
+    def limit(self, transport: asyncio.Transport, seconds: float) -> None:
+        """Close a connection that still has its place after some time."""
+        if transport in self._held:
+            self._ends[transport] = asyncio.get_running_loop().call_later(seconds, transport.abort)
+
+    def leave(self, transport: asyncio.Transport) -> None:
+        """Free the place of a connection."""
+        self._held.pop(transport, None)
+        if end := self._ends.pop(transport, None):
+            end.cancel()
+
+
+class Connections(web.Server):
+    """aiohttp's server, with places for its connections."""
+
+    def __init__(self, server: Server):
+        self.asking, self.answered = Places(), Places()
+        self._page = server
+        super().__init__(self._answer, access_log=None, max_field_size=MOST_FIELD_BYTES,
+                         lingering_time=0.0)
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self.asking.take(transport)
+        self.asking.limit(transport, self._page.request_s)
+
+    def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None
+                        ) -> None:
+        if transport := self._connections.get(handler):
+            self.asking.leave(transport)
+            self.answered.leave(transport)
+        super().connection_lost(handler, exc)
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        """Refuse a request at once, or answer it in a thread: a page may take seconds."""
+        transport = request.transport
+        if transport is None:
+            raise ConnectionResetError
+        self.asking.leave(transport)
+        if refusal := self._page.refusal(request):
+            return refusal
+        self.answered.take(transport)
+        found = await asyncio.to_thread(self._page.page, request)
+        self.answered.limit(transport, ANSWER_S)
+        return found
 
 
 class Server:
     """Serves runs: one at `/`, or several at `/run/NAME/` and their table at `/`."""
 
-    def __init__(self, runs: Sequence[Live], bind: str, token: str = ""):
+    def __init__(self, runs: Sequence[Live], bind: str, token: str = "", *,
+                 request_s: float = REQUEST_S):
         host, port = address_of(bind)
         self.overview = Overview(runs)
         self.pages: dict[str, Live | Overview] = {
@@ -145,48 +208,33 @@ class Server:
         self.cookie = f"{COOKIE}_{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
         """Browsers do not separate cookies by port: another server's has another name."""
         self.identity = secrets.token_hex(8)
-        self._answered, self._lock = OpenConnections(), threading.Lock()
+        self.request_s = request_s
+        self.stops = asyncio.Event()
+        """Set in the thread of `serve`: answer no more."""
         try:
-            self.gate = Gate(host, port, self._begin, lambda *_: None, request_s=REQUEST_S,
-                             most=lambda: MOST_READERS, most_head=MOST_HEAD_BYTES)
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family)
         except OSError as error:
             raise ConfigError(f"--bind {bind} cannot be used: {error.strerror}. Give an address of "
                               f"this machine and a free port.") from error
-        self.server_port = self.gate.address[1]
+        self.server_port: int = self._listener.getsockname()[1]
         self.place = f"[{host}]" if ":" in host else host
         self.url = f"http://{self.place}:{self.server_port}/"
 
-    def serve_forever(self) -> None:
-        """Answer until `shutdown`."""
-        self.gate.serve_forever()
+    async def serve(self) -> None:
+        """Answer until `stops`."""
+        connections = Connections(self)
+        server = await asyncio.get_running_loop().create_server(
+            connections, sock=self._listener, backlog=ACCEPTED_AT_ONCE)
+        self._listener.listen(BACKLOG)  # asyncio has taken ACCEPTED_AT_ONCE for both
+        try:
+            await self.stops.wait()
+        finally:
+            server.close()
+            await connections.shutdown(0.0)
 
-    def shutdown(self) -> None:
-        """Answer no more."""
-        self.gate.shutdown()
-
-    def server_close(self) -> None:
-        """Close the sockets. Call `shutdown` first."""
-        self.gate.close()
-
-    def _begin(self, connection: socket.socket, address: str, request: Request, _: bytes) -> None:
-        """Refuse a request at once, or answer it in a thread: a page may take seconds."""
-        if refusal := self._refusal(request):
-            with suppress(OSError):  # it fits into the socket's buffer, or the reader is none
-                connection.setblocking(False)
-                connection.send(refusal)
-            return connection.close()
-        with self._lock:
-            if self._answered.size >= MOST_READERS:
-                oldest = self._answered.oldest_of_most()
-                self._answered.remove(*oldest)
-                with suppress(OSError):
-                    oldest[1].shutdown(socket.SHUT_RDWR)  # its thread ends
-            self._answered.add(address, connection)
-        threading.Thread(target=self._answer, args=(connection, address, request),
-                         daemon=True).start()
-
-    def _refusal(self, request: Request) -> bytes:
-        """Return the answer to a reader who may not read; empty: the reader may."""
+    def refusal(self, request: web.BaseRequest) -> web.Response | None:
+        """Return the answer to a reader who may not read; None: the reader may."""
         if request.method not in ("GET", "HEAD"):
             return answer(501, "text/plain", "This server only shows.\n")
         if not (self.token or is_own_name(request.headers.get("host", ""))):
@@ -194,43 +242,27 @@ class Server:
         if self.token and not self._is_known(request):
             return answer(403, "text/plain", "The token is missing: open the address that "
                                              "elastic-trainer watch has printed.\n")
-        return b""
+        return None
 
-    def _is_known(self, request: Request) -> bool:
+    def _is_known(self, request: web.BaseRequest) -> bool:
         """True if the reader has the token, in any of three places: the others may be stale."""
-        given = ((parse_qs(urlsplit(request.path).query).get("token") or [""])[0],
-                 cookies_in(request.headers.get("cookie", "")).get(self.cookie, ""),
+        given = (request.query.get("token", ""), request.cookies.get(self.cookie, ""),
                  request.headers.get("authorization", "").removeprefix("Bearer "))
         token = self.token.encode()
         return any(hmac.compare_digest(it.encode(errors="replace"), token) for it in given)
 
-    def _answer(self, connection: socket.socket, address: str, request: Request) -> None:
-        try:
-            connection.settimeout(ANSWER_S)  # for all bytes together (socket.sendall)
-            sent = self.page(request)
-            connection.sendall(sent if request.method == "GET" else sent.partition(EMPTY_LINE)[0]
-                               + EMPTY_LINE)
-        except OSError:
-            pass  # the reader has gone
-        finally:
-            with self._lock:
-                self._answered.remove(address, connection)
-            connection.close()
-
-    def page(self, request: Request) -> bytes:
+    def page(self, request: web.BaseRequest) -> web.Response:
         """Return what is asked for, or why there is none."""
-        asked = urlsplit(request.path)
-        path, query = unquote(asked.path), parse_qs(asked.query)
-        if self.token and path == "/" and "token" in query:
+        if self.token and request.path == "/" and "token" in request.query:
             return answer(303, "text/plain", "", {"Location": "/", "Set-Cookie": (
                 f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/")})
         try:
-            return answer(*self._found(path, query))
+            return answer(*self._found(request.path, request.query))
         except OSError as error:
             return answer(503, "text/plain", f"{plain(str(error.filename))} cannot be read: "
                                              f"{error.strerror}.\n")
 
-    def _found(self, path: str, query: dict[str, list[str]]) -> tuple[int, str, str]:
+    def _found(self, path: str, query: Mapping[str, str]) -> tuple[int, str, str]:
         """Return code, type and text of what is asked for. Raises OSError if a log cannot be read.
         """
         if path == "/metrics":
@@ -242,20 +274,19 @@ class Server:
                 shown, server=self.identity,
                 is_one_of_several=path != "/" and len(self.overview.runs) > 1)
         if shown and name == "sections":
-            newer = (query.get("newer") or ["0"])[0]
+            newer = query.get("newer", "0")
             than = int(newer) if newer.isdecimal() and len(newer) < 16 else 0
             return 200, "application/json", json.dumps(
                 {"server": self.identity, **shown.newer(than)})
         return 404, "text/plain", "There is no such page.\n"
 
 
-def answer(code: int, kind: str, text: str, more: Mapping[str, str] | None = None) -> bytes:
-    """Return a whole answer."""
-    body = text.encode()
-    headers = {**HEADERS, "Content-Type": f"{kind}; charset=utf-8", "Connection": "close",
-               **(more or {})}
-    lines = (f"{name}: {value}" for name, value in headers.items())
-    return head(code, HTTPStatus(code).phrase, len(body), *lines) + body
+def answer(code: int, kind: str, text: str, more: Mapping[str, str] | None = None) -> web.Response:
+    """Return an answer, after which the connection ends."""
+    found = web.Response(status=code, body=text.encode(), headers={
+        **HEADERS, "Content-Type": f"{kind}; charset=utf-8", **(more or {})})
+    found.force_close()
+    return found
 
 
 def serve(runs: Sequence[Live], bind: str) -> None:
@@ -265,8 +296,6 @@ def serve(runs: Sequence[Live], bind: str) -> None:
     print(f"The page of {plain(server.pages['/'].title)}: {server.url}{more}   (Ctrl-C ends it)",
           flush=True)
     try:
-        server.serve_forever()
+        asyncio.run(server.serve())
     except KeyboardInterrupt:
         print()
-    finally:
-        server.server_close()

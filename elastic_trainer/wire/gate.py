@@ -1,10 +1,10 @@
 """Unauthenticated connections: one thread reads one request from each, within fixed bounds.
 
-a listening socket → here → whole requests → discovery/agent.py, messages.py, views/web.py
+a listening socket → here → whole requests → discovery/agent.py, messages.py
 
 What always holds:
 1. A connection that has not sent a whole request costs a descriptor and the bytes received so far
-   (at most `most_head` + `most_body`). It costs no thread.
+   (at most MAX_HEAD_BYTES + `most_body`). It costs no thread.
 2. A request has one deadline, from the connection to its last byte. A client that sends single
    bytes does not extend it.
 3. At most min(`most()`, MOST_CONNECTIONS) such connections are open, and they hold at most
@@ -68,15 +68,14 @@ class BadRequest(ValueError):
         self.code, self.why = code, why
 
 
-def request_in(received: bytes | bytearray, most_body: int,
-               most_head: int = MAX_HEAD_BYTES) -> tuple[Request, int] | None:
+def request_in(received: bytes | bytearray, most_body: int) -> tuple[Request, int] | None:
     """Return the first request in these bytes and its length; None: more bytes are needed.
 
     Raises BadRequest.
     """
-    end = received.find(b"\r\n\r\n", 0, most_head)
+    end = received.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
     if end < 0:
-        if len(received) >= most_head:
+        if len(received) >= MAX_HEAD_BYTES:
             raise BadRequest(400, "not a request")
         return None
     first, *lines = received[:end].decode("latin-1").split("\r\n")
@@ -155,10 +154,9 @@ class Gate:
     def __init__(self, bind: str, port: int,
                  whole: Callable[[socket.socket, str, Request, bytes], None],
                  refused: Callable[[str, str], None], *, request_s: float, most_body: int = 0,
-                 most: Callable[[], int] = lambda: SPARE, most_bytes: int = MOST_BYTES,
-                 most_head: int = MAX_HEAD_BYTES):
+                 most: Callable[[], int] = lambda: SPARE, most_bytes: int = MOST_BYTES):
         self.whole, self.refused, self.request_s = whole, refused, request_s
-        self.most_body, self.most, self.most_head = most_body, most, most_head
+        self.most_body, self.most = most_body, most
         self.most_bytes, self.held_bytes = most_bytes, 0
         self.pending: dict[socket.socket, Pending] = {}
         self.connections = OpenConnections()
@@ -268,7 +266,7 @@ class Gate:
         client.received += data
         self.held_bytes += len(data)
         try:
-            found = request_in(client.received, self.most_body, self.most_head)
+            found = request_in(client.received, self.most_body)
             if not data and not found:
                 return self._ended(client)
         except BadRequest as error:

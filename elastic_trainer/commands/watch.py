@@ -1,0 +1,93 @@
+"""`elastic-trainer watch`: the progress of a run in the terminal, as a page, or as spans.
+
+    elastic-trainer watch runs/NAME|s3://BUCKET/NAME
+    elastic-trainer watch runs/A runs/B --web
+    elastic-trainer watch runs/NAME --otel
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from elastic_trainer.commands.run_folders import RUN, prices_of, run_folders
+from elastic_trainer.config import ConfigError
+from elastic_trainer.host.options import Parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show a run until it is over, or runs as pages until Ctrl-C; or send a run's spans. Raises
+    ConfigError."""
+    options = _parser().parse_args(argv)
+    with run_folders(options.run_dirs) as (folders, far):
+        _require_one_view(options)
+        from elastic_trainer.events.segments import first_line
+
+        for folder in folders:
+            first_line(folder)  # a log that cannot be read ends here, and not in a thread
+        if options.otel or options.web:
+            for run in far:
+                run.follow(tells=True)
+        if options.otel:
+            return send_spans(folders[0])
+        prices = prices_of(options.prices, is_live=True)
+        if not options.web:
+            from elastic_trainer.views.watch import watch
+
+            watch(folders[0], prices=prices, far=far[0] if far else None)
+            return 0
+        try:
+            from elastic_trainer.views.overview import open_runs
+            from elastic_trainer.views.web import DEFAULT_BIND, serve
+        except ImportError as error:
+            raise ConfigError(f"--web needs aiohttp and prometheus_client ({error}). Install them: "
+                              f"pip install 'elastic-trainer[web]'.") from error
+        serve(open_runs(folders, prices, [run.folder for run in far]),
+              options.bind or DEFAULT_BIND)
+        return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="elastic-trainer watch", description="Show the progress of a run.")
+    add = parser.add_argument
+    add("run_dirs", nargs="+", metavar="run_dir", help=f"{RUN}; several with --web")
+    add("--prices", type=Path, metavar="FILE",
+        help="the prices of the hosts (TOML), or ec2 to ask AWS, for their rows; with --web also "
+             "for what a run costs")
+    add("--web", action="store_true",
+        help="show runs as pages for a browser, and as metrics for Prometheus")
+    add("--otel", action="store_true",
+        help="send the run's attempts, generations and checkpoints as OpenTelemetry spans "
+             "(OTEL_EXPORTER_OTLP_ENDPOINT)")
+    add("--bind", metavar="ADDRESS:PORT",
+        help="where the page is (127.0.0.1:8765); another address than a loopback one needs the "
+             "token that is printed")
+    return parser
+
+
+def _require_one_view(options: argparse.Namespace) -> None:
+    if options.web and options.otel:
+        raise ConfigError("--web shows the run, and --otel sends its spans. Call the command once "
+                          "with each.")
+    if options.bind and not options.web:
+        raise ConfigError(f"--bind is {options.bind}, but only a page has an address. Add --web.")
+    if options.prices and options.otel:
+        raise ConfigError(f"--prices is {options.prices}, but spans have no prices. Leave out "
+                          f"--otel or --prices.")
+    if len(options.run_dirs) > 1 and not options.web:
+        raise ConfigError(f"{len(options.run_dirs)} runs are named, and this view shows one. Name "
+                          f"one folder, or add --web.")
+
+
+def send_spans(run_dir: Path) -> int:
+    """Send a run's spans until it is over; returns 1 if a collector has not taken all."""
+    from elastic_trainer.views.spans import export, exporter
+
+    sent, lost = export(run_dir, exporter())
+    print(f"{sent} spans were sent.")
+    if lost:
+        print(f"elastic-trainer: {lost} spans were not taken. Look at the collector "
+              f"(OTEL_EXPORTER_OTLP_ENDPOINT), and call the command again.", file=sys.stderr)
+    return 1 if lost else 0
