@@ -94,22 +94,20 @@ def _readable(log: CommitLog, sequence: int) -> Record | None:
 
 
 def _ls(log: CommitLog, tail: Record) -> int:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from elastic_trainer.views.tables import Table, print_table
 
-    table = Table("step", "written (UTC)", "bytes", "parts", "best", "attempt's lineage", "record")
+    rows = []
     for sequence in sorted(tail.kept):
         try:
             record = log.read(sequence)
             parts = parts_of(record)
-            facts = [_written(record), f"{sum(part.bytes for part in parts):,}", len(parts),
-                     _best(record), record.lineage]
+            facts = [_written(record), f"{sum(part.bytes for part in parts):,}",
+                     f"{len(parts)}", _best(record), f"{record.lineage}"]
         except (Damaged, FileNotFoundError) as error:
             facts = ["damaged", "", "", "", str(error)]
-        table.add_row(str(tail.kept[sequence]), *(Text(plain(fact)) for fact in facts),
-                      str(sequence))
-    Console().print(table)
+        rows.append([f"{tail.kept[sequence]}", *facts, f"{sequence}"])
+    print_table(Table(("step", "written (UTC)", "bytes", "parts", "best", "attempt's lineage",
+                       "record"), rows))
     return 0
 
 

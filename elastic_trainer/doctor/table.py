@@ -12,8 +12,6 @@ from dataclasses import asdict
 from elastic_trainer.doctor.checks import FAILED, OK, Check
 from elastic_trainer.wire.plain import plain
 
-COLOURS = {"ok": "green", "warning": "yellow", "failed": "red"}
-
 
 def show(checks: Sequence[Check], *, as_json: bool) -> int:
     """Print the checks; returns the exit code: 1 if one has failed."""
@@ -22,27 +20,15 @@ def show(checks: Sequence[Check], *, as_json: bool) -> int:
         print(json.dumps({"healthy": not failed, "checks": [asdict(check) for check in checks]},
                          indent=2))
         return 1 if failed else 0
-    _print(checks)
-    return 1 if failed else 0
+    from elastic_trainer.views.tables import Table, print_table
 
-
-def _print(checks: Sequence[Check]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console()
-    table = Table("host", "check", "", "found")
-    for check in checks:
-        table.add_row(Text(plain(check.host)), Text(check.what),
-                      Text(check.status, style=COLOURS[check.status]), Text(plain(check.found)))
-    console.print(table)
-    for check in checks:
-        if check.status != OK:
-            # Not by rich, which would wrap a command.
-            print(f"{plain(check.host)}, {check.what}: {check.status}. {plain(check.found)}")
-            if check.remedy:
-                print(f"    {plain(check.remedy)}")
+    print_table(Table(("host", "check", "", "found"), [
+        (check.host, check.what, check.status, check.found) for check in checks]))
     bad = [check for check in checks if check.status != OK]
+    for check in bad:  # not by rich, which would wrap a command
+        print(f"{plain(check.host)}, {check.what}: {check.status}. {plain(check.found)}")
+        if check.remedy:
+            print(f"    {plain(check.remedy)}")
     if not bad:
         print(f"all {len(checks)} checks are ok")
+    return 1 if failed else 0

@@ -168,30 +168,26 @@ def told(trial: Trial) -> str:
 
 def show(trials: Sequence[Trial], candidates: Sequence[int], workers: int, limit: int) -> None:
     """Print the table and the recommendation."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from elastic_trainer.views.tables import Table, print_table
 
-    table = Table(title="one worker, one global batch", title_justify="left")
-    for heading in ("micro-\nbatches", "samples", "s a step", "samples/s", "memory", "on the GPU",
-                    ""):
-        table.add_column(heading, justify="left" if not heading else "right")
+    heads = ("micro-batches", "samples", "s a step", "samples/s", "memory", "on the GPU", "")
+    rows = list[Sequence[str]]()
     for trial in sorted(trials, key=lambda trial: -trial.microbatches):
         batch = trial.samples * trial.microbatches
-        table.add_row(
+        rows.append((
             str(trial.microbatches), str(trial.samples),
             *((f"{trial.step_s:.3f}", f"{batch / trial.step_s:.1f}", gibibytes(trial.host_bytes),
                gibibytes(trial.device_bytes) if trial.device_bytes else "-", "")
               if trial.is_whole else
-              ("-", "-", gibibytes(trial.host_bytes), "-", Text(plain(
-                  "not enough memory" if trial.ending == "memory" else trial.ending)))))
+              ("-", "-", gibibytes(trial.host_bytes), "-",
+               "not enough memory" if trial.ending == "memory" else trial.ending))))
     tried = {trial.microbatches for trial in trials}
     for number in reversed(candidates):
         needed = predicted(trials, number)
         if number not in tried and number < min(tried) and needed > limit:
-            table.add_row(str(number), "", "-", "-", "about " + gibibytes(needed), "-",
-                          "not tried")
-    Console().print(table)
+            rows.append((str(number), "", "-", "-", "about " + gibibytes(needed), "-",
+                         "not tried"))
+    print_table(Table(heads, rows, "one worker, one global batch"), numbers=heads[:-1])
     best = best_of(trials, workers)
     if best is None:
         print("No number of micro-batches has run. Give the worker more memory, or a smaller "
