@@ -24,7 +24,7 @@ from elastic_trainer.events.log import Events
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.views.fleet_table import print_hosts
 from elastic_trainer.views.summary_table import print_summary
-from elastic_trainer.views.watch import Watch, panel, plain_line
+from elastic_trainer.views.watch import Watch, plain_line
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
 
 HOSTILE = ("\x1b]52;c;cm0gLXJmIH4=\x07\x1b[2J\x9b31m[bold]x[/bold][/gone]"
@@ -118,7 +118,9 @@ def test_watch_shows_them_as_text(event: dict[str, Any], tmp_path: Path) -> None
     """In its panel, and in its lines where there is no terminal."""
     status = status_of([{"time": 1.0, **event}], "x")
     console = terminal()
-    console.print(panel(status))
+    shown = Watch("x", console)
+    shown.status = status
+    console.print(shown.picture())
     assert_harmless(written(console), of_rich=True)
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, **event}) + "\n")
     watch = Watch(tmp_path, Console(file=io.StringIO(), width=100))

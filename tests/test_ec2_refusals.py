@@ -43,7 +43,7 @@ from elastic_trainer.discovery.places.ec2_refusals import (
     refusal_of,
 )
 from elastic_trainer.discovery.poll import Poller
-from elastic_trainer.views.watch import panel, plain_line
+from elastic_trainer.views.watch import Watch, plain_line
 
 NOW = 1_800_000_000.0
 STANDARD = {"c6i.2xlarge": 8, "m6i.2xlarge": 8}
@@ -383,7 +383,9 @@ def test_a_refusal_is_in_the_event_log_the_table_and_watch_until_machines_come(
     assert "MaxSpotInstanceCountExceeded" in plain_line(status)
     assert "--desired-value 32" in status.recent[-1]
     console = Console(width=400, record=True, file=open("/dev/null", "w"))
-    console.print(panel(status))
+    shown_by = Watch("mine", console)
+    shown_by.status = status
+    console.print(shown_by.picture())
     assert console.export_text().count("AWS refuses machines (0 of 4 run)") == 2
     assert story.poll(supply(there=4), times=5) == ["launch_refused", "launch_refusal_ended"]
     status = status_of([event, story.events()[-1]], "mine")

@@ -32,7 +32,7 @@ from elastic_trainer.state.s3 import S3Store
 from elastic_trainer.views import far, mirror
 from elastic_trainer.views.live import Live
 from elastic_trainer.views.overview import Overview
-from elastic_trainer.views.watch import FullWatch, view
+from elastic_trainer.views.watch import Watch, plain_line, view
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 60.0
@@ -289,10 +289,10 @@ def test_a_followed_run_gets_its_news_and_shows_when_the_bucket_does_not_answer(
     with far.opened(bucket.url) as run:
         assert run.folder.name == bucket.name and run.folder.stat().st_uid == os.getuid()
         assert run.folder.parent.stat().st_mode & 0o777 == 0o700
-        shown = FullWatch(run.folder, Console(file=io.StringIO(), width=120), far=run)
+        shown = Watch(run.folder, Console(file=io.StringIO(), width=120), far=run)
         shown._read()
         run.follow(tells=True)
-        assert "kill -9" not in shown._line() and shown.status.kill_command
+        assert "kill -9" not in plain_line(shown.status, is_far=True) and shown.status.kill_command
         write(tmp_path / "run", log())
         bucket.upload(tmp_path / "run")
         wait_for(lambda: shown._read() or shown.status.checkpoint is not None)
@@ -321,7 +321,7 @@ def test_a_far_run_has_its_workers_as_they_were_and_the_age_of_the_copy_once(
          "since": moment - 4.5} for it in range(4)]}).encode())
     facts = ("70", "1 s old", "forward 4 s: micro-batch 2")
     with far.opened(bucket.url) as run:
-        shown = FullWatch(run.folder, Console(file=io.StringIO(), width=120), far=run)
+        shown = Watch(run.folder, Console(file=io.StringIO(), width=120), far=run)
         shown._read()
         shown.console.print(shown.picture())
         assert isinstance(shown.console.file, io.StringIO)
@@ -349,7 +349,7 @@ def test_lines_that_come_all_at_once_are_all_printed(tmp_path: Path) -> None:
     events = log(hosts=40)
     write(tmp_path, events[:60])
     output = io.StringIO()
-    watch = FullWatch(tmp_path, Console(file=output, width=200))
+    watch = Watch(tmp_path, Console(file=output, width=200))
     watch.start()
     wait_for(output.getvalue)
     assert output.getvalue().count("boots") < 5

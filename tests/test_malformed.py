@@ -45,7 +45,7 @@ from elastic_trainer.views.page import page, read
 from elastic_trainer.views.status import status_of
 from elastic_trainer.views.summary_table import print_summary
 from elastic_trainer.views.verify import verify
-from elastic_trainer.views.watch import panel, plain_line
+from elastic_trainer.views.watch import Watch, plain_line
 from elastic_trainer.wire.messages import MAX_BODY_BYTES, MessageRefused, MessageServer
 from elastic_trainer.wire.seal import SIGNATURE, Kind, seal, worker_key
 
@@ -191,7 +191,9 @@ def test_no_reader_fails_whatever_the_log_holds(lines: list[str]) -> None:
         status = status_of(Run().read_all(events))
         assert page([read(run_dir)])
         console = Console(file=io.StringIO(), width=100)
-        console.print(panel(status))
+        shown = Watch(run_dir, console)
+        shown.status = status
+        console.print(shown.picture())
         plain_line(status)
         print_summary(summarize(events), console)
         newest_attempt(run_dir)

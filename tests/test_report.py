@@ -21,7 +21,7 @@ from elastic_trainer.training.account import is_finished
 from elastic_trainer.views.page import page, read
 from elastic_trainer.views.status import RECENT_EVENTS
 from elastic_trainer.views.summary_table import print_summary
-from elastic_trainer.views.watch import Watch, panel, plain_line
+from elastic_trainer.views.watch import Watch, plain_line
 
 Event = dict[str, Any]
 
@@ -358,7 +358,9 @@ def test_every_picture_can_be_shown(until: int) -> None:
     """From before the first event to after the last there is a panel and a line."""
     status = status_of(RUN[:until])
     console = Console(file=io.StringIO(), width=100)
-    console.print(panel(status))
+    watch = Watch("x", console)
+    watch.status = status
+    console.print(watch.picture())
     assert status.phase in console.file.getvalue()  # type: ignore[attr-defined]
     assert "samples/s" in console.file.getvalue()  # type: ignore[attr-defined]
     assert status.phase in plain_line(status)

@@ -31,9 +31,10 @@ from elastic_trainer.events.summary import summarize
 from elastic_trainer.views.host_rows import bounded, host_rows
 from elastic_trainer.views.prices import Prices
 from elastic_trainer.views.status import Status
-from elastic_trainer.views.watch import QUIT, FullWatch, view, watch
+from elastic_trainer.views.watch import Watch, view, watch
 
 DEADLINE_S = 60.0
+QUIT = "Ctrl-C: quit"
 
 
 def log(hosts: int = 4) -> list[dict[str, Any]]:
@@ -121,7 +122,7 @@ def test_the_view_fits_each_terminal(tmp_path: Path, width: int) -> None:
     """With 100 hosts, from 60 to 200 columns: no line is wider, none is below the last one."""
     console = Console(file=io.StringIO(), width=width, height=30, force_terminal=True,
                       color_system=None, legacy_windows=False)
-    watch = FullWatch(tmp_path, console, Prices(**{"default": {"spot": 0.9, "on_demand": 3.0}}))
+    watch = Watch(tmp_path, console, Prices(**{"default": {"spot": 0.9, "on_demand": 3.0}}))
     watch.status = status_of(log(100))
     console.print(view(watch, 1500.0))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]

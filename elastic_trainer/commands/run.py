@@ -68,7 +68,7 @@ def _train(wanted: Run, horovodrun_options: list[str]) -> int:
                "reduce": wanted.reduce or "exact", "store": wanted.store.partition("?")[0]}
     print(f"run {run_dir.name}: events in {run_dir}/events.jsonl. Stop it with Ctrl-C; resume it "
           f"with the same command and --run {run_dir.name}", flush=True)
-    watch = Watch(run_dir)
+    watch = Watch(run_dir, ctrl_c="stop the run")
     log_path = run_dir / "output.log"
     with open(log_path, "a", opener=private) as log:
         if is_demo:

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 REFRESH_S = 0.25
 FULL_REFRESH_S = 1.0
-"""Of the whole view: a picture of 24 lines takes 5 to 10 ms of CPU."""
+"""Of the view: a picture of 24 lines takes 5 to 10 ms of CPU."""
 NARROW = 100
 """A terminal of fewer columns has no room for both what a worker does and the type of its host."""
 FRAME_LINES, FRAME_COLUMNS = 2, 4
@@ -69,7 +69,6 @@ PLAIN_LINE_S = 10.0
 PLAIN_LINE_PART = 0.1
 MOST_NEWS = 1000
 """Without a terminal, the lines that are printed at once are at most the last ones of so many."""
-QUIT = "Ctrl-C: quit"
 
 
 def kill_hint(status: Status, *, is_far: bool = False) -> str:
@@ -87,28 +86,14 @@ def plain_line(status: Status, *, is_far: bool = False) -> str:
     return plain(f"run {status.run}, {status.phase}: {', '.join(facts)}{refusal}{kill}")
 
 
-def panel(status: Status) -> Panel:
-    """Lay the status out for a terminal."""
-    table = Table.grid(padding=(0, 3), expand=False)
-    facts = _facts(status)
-    table.add_row(*(Text(name, style="dim") for name, _ in facts))
-    table.add_row(*(Text(value, style="bold") for _, value in facts))
-    bar = Padding(ProgressBar(total=status.steps_due or 1, completed=status.steps), 0)
-    recent = [Text(line) for line in status.recent]
-    kill = [Text(f"try it: {status.kill_command}", style="yellow")] if status.kill_command else []
-    refusal = [Text(status.refusal, style="red")] if status.refusal else []
-    title = Text(plain(f"{status.run}: {status.phase}"))
-    return Panel(Group(bar, table, *refusal, Text(), *recent, Text(), *kill),
-                 title=title, title_align="left")
-
-
-def view(watch: FullWatch, moment: float) -> Panel:
+def view(watch: Watch, moment: float) -> Panel:
     """Lay the run out for a whole terminal: the facts, the hosts, the events, how to go on.
 
     In a small terminal events go first, the oldest of them.
     """
     status = watch.status
-    hint = "    ".join(filter(None, [kill_hint(status, is_far=watch.far is not None), QUIT]))
+    hint = "    ".join(filter(None, [kill_hint(status, is_far=watch.far is not None),
+                                     f"Ctrl-C: {watch.ctrl_c}"]))
     last = Text(plain(hint), style="yellow", no_wrap=True, overflow="ellipsis")
     room = max(0, watch.console.height - FRAME_LINES - 1)
     facts = [*_facts(status), ("checkpoint", _checkpoint(status, moment)),
@@ -137,7 +122,7 @@ def _rendered(console: Console, *parts: RenderableType) -> list[list[Segment]]:
     return console.render_lines(Group(*parts), console.options.update(width=width, height=None))
 
 
-def _hosts(watch: FullWatch, rows: list[HostRow], moment: float) -> RenderableType:
+def _hosts(watch: Watch, rows: list[HostRow], moment: float) -> RenderableType:
     table = grid([])
     heads = columns(watch.status, watch.now, watch.prices)
     if PHASE in heads and watch.console.width < NARROW:
@@ -187,13 +172,19 @@ class Watch:
     """Show a run's progress from a thread of its own, until stop().
 
     A terminal gets a panel at the bottom. Other outputs get a line for each event, and lines about
-    the run.
+    the run. `far`: the run that `run_dir` is a copy of. `ctrl_c`: what the key does.
     """
 
-    def __init__(self, run_dir: str | Path, console: Console | None = None):
-        self.console = console or Console()
+    def __init__(self, run_dir: str | Path, console: Console | None = None,
+                 prices: Pricing | None = None, far: FarRun | None = None, ctrl_c: str = "quit"):
+        self.console, self.prices, self.far = console or Console(), prices, far
+        self.ctrl_c = ctrl_c
         self._run = Run(name=Path(run_dir).name, told=Told(most_newest=MOST_NEWS))
         self.status = status_of(self._run)
+        self.goodput: float | None = None
+        self.now: Now | None = None
+        self._now_reader = NowReader(Path(run_dir), is_copy=far is not None)
+        self._drawn_at = -math.inf
         self.failure: OSError | None = None
         """Why the view has ended before stop(): the log could not be read."""
         self._log = Reader(Path(run_dir))
@@ -231,11 +222,16 @@ class Watch:
             self._has_ended.set()
 
     def _redraw(self, live: Live) -> None:
-        live.update(self.picture(), refresh=True)
+        """Draw at the end, and otherwise once in FULL_REFRESH_S."""
+        now = time.monotonic()
+        if self._is_stopped.is_set() or now - self._drawn_at >= FULL_REFRESH_S:
+            self._drawn_at = now
+            live.update(self.picture(), refresh=True)
 
     def picture(self) -> Panel:
         """Return what the terminal shows now."""
-        return panel(self.status)
+        self.goodput, self.now = self._run.goodput, self._now_reader.read()
+        return view(self, time.time())
 
     def _follow(self, show: Callable[[], None]) -> None:
         is_last = False
@@ -262,42 +258,11 @@ class Watch:
         now = time.monotonic()
         if is_line_due(self._printed, self.status, now - self._printed_at,
                        is_last=self._is_stopped.is_set()):
-            self._print(self._line())
+            self._print(plain_line(self.status, is_far=self.far is not None))
             self._printed, self._printed_at = self.status, now
-
-    def _line(self) -> str:
-        return plain_line(self.status)
 
     def _print(self, line: str) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-class FullWatch(Watch):
-    """The view of `elastic-trainer watch`: also the hosts, the last checkpoint and the goodput."""
-
-    def __init__(self, run_dir: str | Path, console: Console | None = None,
-                 prices: Pricing | None = None, far: FarRun | None = None):
-        super().__init__(run_dir, console)
-        self.run_dir, self.prices, self.far = Path(run_dir), prices, far
-        """`far`: the run that `run_dir` is a copy of."""
-        self.goodput: float | None = None
-        self.now: Now | None = None
-        self._now_reader = NowReader(self.run_dir, is_copy=far is not None)
-        self._drawn_at = -math.inf
-
-    def _redraw(self, live: Live) -> None:
-        """Draw at the end, and otherwise once in FULL_REFRESH_S."""
-        now = time.monotonic()
-        if self._is_stopped.is_set() or now - self._drawn_at >= FULL_REFRESH_S:
-            self._drawn_at = now
-            super()._redraw(live)
-
-    def _line(self) -> str:
-        return plain_line(self.status, is_far=self.far is not None)
-
-    def picture(self) -> Panel:
-        self.goodput, self.now = self._run.goodput, self._now_reader.read()
-        return view(self, time.time())
 
 
 def watch(run_dir: str | Path, console: Console | None = None,
@@ -306,7 +271,7 @@ def watch(run_dir: str | Path, console: Console | None = None,
 
     Raises OSError if the log cannot be read.
     """
-    shown = FullWatch(run_dir, console, prices, far)
+    shown = Watch(run_dir, console, prices, far)
     if far:
         far.follow(tells=not shown.console.is_terminal)
     with ended_by_sigterm():
