@@ -33,13 +33,13 @@ from typing import Any
 from elastic_trainer.commands.run_options import static_hosts, store_of_run
 from elastic_trainer.config import ConfigError
 from elastic_trainer.doctor import checks
-from elastic_trainer.doctor.checks import Check
+from elastic_trainer.doctor.checks import FAILED, OK, Check
 from elastic_trainer.doctor.facts import Facts, Wanted, nearest, probe
 from elastic_trainer.doctor.ports import LISTEN_S, Listener, Reached, reach
-from elastic_trainer.doctor.table import show
 from elastic_trainer.driver import remote
 from elastic_trainer.host import own
 from elastic_trainer.host.options import Parser
+from elastic_trainer.wire.plain import plain
 from elastic_trainer.world.reach import own_address_towards
 
 ANSWER_S = 180.0
@@ -77,6 +77,27 @@ def main(argv: Sequence[str]) -> int:
             for one in asked:
                 one.end()
     return show(found, as_json=options.json)
+
+
+def show(checks: Sequence[Check], *, as_json: bool) -> int:
+    """Print the checks; returns the exit code: 1 if one has failed."""
+    failed = [check for check in checks if check.status == FAILED]
+    if as_json:
+        print(json.dumps({"healthy": not failed, "checks": [asdict(check) for check in checks]},
+                         indent=2))
+        return 1 if failed else 0
+    from elastic_trainer.views.tables import Table, print_table
+
+    print_table(Table(("host", "check", "", "found"), [
+        (check.host, check.what, check.status, check.found) for check in checks]))
+    bad = [check for check in checks if check.status != OK]
+    for check in bad:  # not by rich, which would wrap a command
+        print(f"{plain(check.host)}, {check.what}: {check.status}. {plain(check.found)}")
+        if check.remedy:
+            print(f"    {plain(check.remedy)}")
+    if not bad:
+        print(f"all {len(checks)} checks are ok")
+    return 1 if failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,6 +1,6 @@
 """What the facts of machines mean for a run: decisions, each with the command that mends it.
 
-facts.py, commands/doctor.py → here → table.py
+facts.py, commands/doctor.py → here → commands/doctor.py
 
 What always holds: everything here is a pure function of values.
 """
