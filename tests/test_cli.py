@@ -43,6 +43,18 @@ def test_an_error_is_shown_when_a_runs_folder_is_a_file(tmp_path: Path,
     assert "runs/NAME" in capsys.readouterr().err
 
 
+def test_the_help_of_a_command_imports_no_library_that_takes_long() -> None:
+    """Each has one. They are printed one after the other, in one process."""
+    code = ("import sys; from contextlib import suppress; "
+            "from elastic_trainer.commands.command import COMMANDS, main\n"
+            "for name in COMMANDS:\n"
+            "    with suppress(SystemExit):\n"
+            "        main([name, '--help'])\n"
+            "sys.exit(str({'torch', 'boto3', 'aiohttp', 'rich', 'fsspec'} & {*sys.modules}))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip() == "set()" and done.stdout.count("usage: elastic-trainer ") == 14
+
+
 def test_ctrl_c_ends_a_command_with_a_sentence(tmp_path: Path) -> None:
     """Exit code 130, and no traceback. The command is stopped while it reads the prices."""
     (tmp_path / "events.jsonl").touch()

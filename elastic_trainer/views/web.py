@@ -174,7 +174,7 @@ class Connections(web.Server):
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None
                         ) -> None:
-        if transport := self._connections.get(handler):
+        if transport := handler.transport:
             self.asking.leave(transport)
             self.answered.leave(transport)
         super().connection_lost(handler, exc)
