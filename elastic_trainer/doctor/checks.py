@@ -11,6 +11,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from elastic_trainer.doctor.facts import Facts, StoreFacts
 from elastic_trainer.setup.recipe import RECIPE
@@ -43,134 +44,93 @@ class Check:
     remedy: str = ""
 
 
+Fault = tuple[object, str, str, str]
+"""True if it is there, its status, what was found, what mends it."""
+
+
+def judged(host: str, what: str, fine: str, *faults: Fault) -> Check:
+    """Return the first fault that is there, or what is fine."""
+    for is_there, status, found, remedy in faults:
+        if is_there:
+            return Check(host, what, status, found, remedy)
+    return Check(host, what, OK, fine)
+
+
 def checks_of(facts: Facts) -> list[Check]:
     """Return the checks of one machine."""
-    found = [python(facts), torch(facts), horovod(facts), collectives(facts), gpu(facts),
-             interfaces(facts), disk(facts), temporary(facts), shared_memory(facts),
-             open_files(facts)]
-    return [*found, *(store(facts.host, facts.store) if facts.store else ())]
+    return [*software(facts), *machine(facts),
+            *(store(facts.host, facts.store) if facts.store else ())]
 
 
-def python(facts: Facts) -> Check:
-    """Judge the version of Python."""
+def software(facts: Facts) -> Iterator[Check]:
+    """Judge Python, torch, Horovod (the version that we mend, built for the torch that is here),
+    and whether torch can use the GPUs that are here."""
+    judge = partial(judged, facts.host)
     version = tuple(int(part) for part in facts.python.split(".")[:2])
     text = f"{facts.python} ({facts.executable})"
-    if version < OLDEST_PYTHON:
-        return Check(facts.host, "Python", FAILED, text, "apt-get install python3.11-venv")
-    return Check(facts.host, "Python", OK, text)
-
-
-def torch(facts: Facts) -> Check:
-    """Judge torch: it can be imported."""
-    if facts.torch_error or not facts.torch:
-        return Check(facts.host, "torch", FAILED, facts.torch_error or "it is not known",
-                     f"{facts.executable} -m pip install --force-reinstall torch")
-    return Check(facts.host, "torch", OK,
-                 f"{facts.torch}, for " + (f"CUDA {facts.cuda}" if facts.cuda else "the CPU"))
-
-
-def horovod(facts: Facts) -> Check:
-    """Judge Horovod: the version that we mend, built for the torch that is here."""
-    what = "Horovod"
-    if not facts.horovod:
-        return Check(facts.host, what, FAILED, "it is not installed", SETUP)
-    if facts.horovod != HOROVOD:
-        return Check(facts.host, what, FAILED, f"{facts.horovod}, but the driver mends {HOROVOD}",
-                     SETUP)
-    if facts.made_for and facts.torch and facts.made_for != facts.torch:
-        return Check(facts.host, what, FAILED,
-                     f"it was built for torch {facts.made_for}, but torch {facts.torch} is here",
-                     SETUP)
-    if facts.horovod_error:
-        return Check(facts.host, what, FAILED, f"it cannot be imported: {facts.horovod_error}",
-                     SETUP)
-    if facts.recipe and facts.recipe != str(RECIPE):
-        return Check(facts.host, what, WARNING,
-                     f"{facts.horovod} of build {facts.recipe}, but {RECIPE} is the newest; "
-                     f"with an older one plain horovodrun may run code that any client sends",
-                     SETUP)
-    return Check(facts.host, what, OK, f"{facts.horovod}, "
-                 + (f"built for torch {facts.made_for}" if facts.made_for else "of your own build"))
-
-
-def collectives(facts: Facts) -> Check:
-    """Judge what Horovod was built with."""
+    yield judge("Python", text,
+                (version < OLDEST_PYTHON, FAILED, text, "apt-get install python3.11-venv"))
+    reinstall = f"{facts.executable} -m pip install --force-reinstall torch"
+    yield judge("torch", f"{facts.torch}, for " + (f"CUDA {facts.cuda}" if facts.cuda
+                                                   else "the CPU"),
+                (facts.torch_error or not facts.torch, FAILED,
+                 facts.torch_error or "it is not known", reinstall))
+    yield judge(
+        "Horovod", f"{facts.horovod}, " + (f"built for torch {facts.made_for}" if facts.made_for
+                                           else "of your own build"),
+        (not facts.horovod, FAILED, "it is not installed", SETUP),
+        (facts.horovod != HOROVOD, FAILED, f"{facts.horovod}, but the driver mends {HOROVOD}",
+         SETUP),
+        (facts.made_for and facts.torch and facts.made_for != facts.torch, FAILED,
+         f"it was built for torch {facts.made_for}, but torch {facts.torch} is here", SETUP),
+        (facts.horovod_error, FAILED, f"it cannot be imported: {facts.horovod_error}", SETUP),
+        (facts.recipe and facts.recipe != str(RECIPE), WARNING,
+         f"{facts.horovod} of build {facts.recipe}, but {RECIPE} is the newest; with an older one "
+         f"plain horovodrun may run code that any client sends", SETUP))
     built = [name for name, is_in in (("Gloo", facts.gloo), ("NCCL", facts.nccl)) if is_in]
     text = " and ".join(built) or "neither Gloo nor NCCL"
-    if not facts.gloo:
-        return Check(facts.host, "collectives", FAILED, text, SETUP)
-    if facts.gpus and not facts.nccl:
-        return Check(facts.host, "collectives", WARNING,
-                     f"{text}; gradients of {len(facts.gpus)} GPUs pass through the CPU",
-                     f"apt-get install libnccl-dev && {SETUP}")
-    return Check(facts.host, "collectives", OK, text)
+    yield judge("collectives", text, (not facts.gloo, FAILED, text, SETUP),
+                (facts.gpus and not facts.nccl, WARNING,
+                 f"{text}; gradients of {len(facts.gpus)} GPUs pass through the CPU",
+                 f"apt-get install libnccl-dev && {SETUP}"))
+    names = ", ".join(f"{count} x {name}" for name, count in Counter(facts.gpus).items())
+    is_unused = facts.has_nvidia and not facts.gpus
+    yield judge("GPU", names or "none, so training is on the CPU",
+                (is_unused and not facts.cuda, WARNING,
+                 "NVIDIA's driver is here, but torch was built for the CPU alone",
+                 f"{reinstall} && {SETUP}"),
+                (is_unused, FAILED, "torch finds no GPU, but NVIDIA's driver is here",
+                 "nvidia-smi"))
 
 
-def gpu(facts: Facts) -> Check:
-    """Judge that torch can use the GPUs that are here."""
-    if facts.gpus:
-        names = ", ".join(f"{count} x {name}" for name, count in Counter(facts.gpus).items())
-        return Check(facts.host, "GPU", OK, names)
-    if not facts.has_nvidia:
-        return Check(facts.host, "GPU", OK, "none, so training is on the CPU")
-    if not facts.cuda:
-        return Check(facts.host, "GPU", WARNING,
-                     "NVIDIA's driver is here, but torch was built for the CPU alone",
-                     f"{facts.executable} -m pip install --force-reinstall torch && {SETUP}")
-    return Check(facts.host, "GPU", FAILED, "torch finds no GPU, but NVIDIA's driver is here",
-                 "nvidia-smi")
-
-
-def interfaces(facts: Facts) -> Check:
-    """Judge the addresses of this machine."""
-    if not facts.interfaces:
-        return Check(facts.host, "interfaces", WARNING,
-                     "only loopback, so no other host can take part", "ip link set eth0 up")
+def machine(facts: Facts) -> Iterator[Check]:
+    """Judge the addresses, the folders of runs and of temporary files, the shared memory, through
+    which loader processes send batches, and the limit of open files."""
+    judge = partial(judged, facts.host)
     used = f"; {facts.address} leads to the hosts" if facts.address else ""
-    return Check(facts.host, "interfaces", OK, ", ".join(facts.interfaces) + used)
-
-
-def disk(facts: Facts) -> Check:
-    """Judge the folder of the runs: it can be written, and has room."""
-    free_mib = facts.folder_free_bytes // MIB
-    folder = shlex.quote(facts.folder)
-    text = f"{free_mib} MiB free for {facts.folder}"
-    if facts.folder_error:
-        is_full = "space" in facts.folder_error or "quota" in facts.folder_error.lower()
-        remedy = (f"du -xh {folder} | sort -h | tail" if is_full else
-                  f"mkdir -p {folder} && chmod u+rwx {folder}")
-        return Check(facts.host, "disk", FAILED, facts.folder_error, remedy)
-    if free_mib < LEAST_DISK_MIB:
-        return Check(facts.host, "disk", FAILED, text, f"du -xh {folder} | sort -h | tail")
-    if free_mib < SMALL_DISK_MIB:
-        return Check(facts.host, "disk", WARNING, text, f"du -xh {folder} | sort -h | tail")
-    return Check(facts.host, "disk", OK, text)
-
-
-def temporary(facts: Facts) -> Check:
-    """Judge the folder of temporary files."""
-    if facts.temporary_error:
-        return Check(facts.host, "temporary files", FAILED, facts.temporary_error,
-                     "export TMPDIR=/another/folder")
-    return Check(facts.host, "temporary files", OK, "can be written")
-
-
-def shared_memory(facts: Facts) -> Check:
-    """Judge /dev/shm, through which loader processes send batches."""
-    free_mib = facts.shared_memory_bytes // MIB
-    if free_mib <= SMALL_SHARED_MEMORY_MIB:
-        return Check(facts.host, "shared memory", WARNING,
-                     f"{free_mib} MiB free in /dev/shm, which large batches of loader processes "
-                     f"fill", "mount -o remount,size=50% /dev/shm    (Docker: --shm-size 4g)")
-    return Check(facts.host, "shared memory", OK, f"{free_mib} MiB free in /dev/shm")
-
-
-def open_files(facts: Facts) -> Check:
-    """Judge the limit of open files."""
-    if facts.open_files < LEAST_OPEN_FILES:
-        return Check(facts.host, "open files", FAILED, f"at most {facts.open_files}",
-                     "ulimit -Hn 65536    (as root, or in /etc/security/limits.conf)")
-    return Check(facts.host, "open files", OK, f"at most {facts.open_files}")
+    yield judge("interfaces", ", ".join(facts.interfaces) + used,
+                (not facts.interfaces, WARNING, "only loopback, so no other host can take part",
+                 "ip link set eth0 up"))
+    free_mib, folder = facts.folder_free_bytes // MIB, shlex.quote(facts.folder)
+    text, find = f"{free_mib} MiB free for {facts.folder}", f"du -xh {folder} | sort -h | tail"
+    is_full = "space" in facts.folder_error or "quota" in facts.folder_error.lower()
+    yield judge("disk", text,
+                (facts.folder_error, FAILED, facts.folder_error,
+                 find if is_full else f"mkdir -p {folder} && chmod u+rwx {folder}"),
+                (free_mib < LEAST_DISK_MIB, FAILED, text, find),
+                (free_mib < SMALL_DISK_MIB, WARNING, text, find))
+    yield judge("temporary files", "can be written",
+                (facts.temporary_error, FAILED, facts.temporary_error,
+                 "export TMPDIR=/another/folder"))
+    text = f"{facts.shared_memory_bytes // MIB} MiB free in /dev/shm"
+    yield judge("shared memory", text,
+                (facts.shared_memory_bytes // MIB <= SMALL_SHARED_MEMORY_MIB, WARNING,
+                 f"{text}, which large batches of loader processes fill",
+                 "mount -o remount,size=50% /dev/shm    (Docker: --shm-size 4g)"))
+    text = f"at most {facts.open_files}"
+    yield judge("open files", text,
+                (facts.open_files < LEAST_OPEN_FILES, FAILED, text,
+                 "ulimit -Hn 65536    (as root, or in /etc/security/limits.conf)"))
 
 
 def store(host: str, facts: StoreFacts) -> Iterator[Check]:
@@ -202,24 +162,19 @@ def store(host: str, facts: StoreFacts) -> Iterator[Check]:
 
 def ssh(host: str, exit_code: int, last: str, command: Sequence[str]) -> Check:
     """Judge an ssh that was to start the doctor on a host; `last` is its last line on stderr."""
-    if exit_code == 0:
-        return Check(host, "ssh", OK, "works without a password")
-    if exit_code == 255:
-        return Check(host, "ssh", FAILED, last or "no connection", shlex.join(command))
-    return Check(host, "ssh", FAILED,
-                 f"the doctor ended with exit code {exit_code} there: {last}",
-                 f"put the same Python and packages at the same paths on {host} "
-                 f"(deploy/install.sh)")
+    return judged(host, "ssh", "works without a password",
+                  (exit_code == 255, FAILED, last or "no connection", shlex.join(command)),
+                  (exit_code, FAILED, f"the doctor ended with exit code {exit_code} there: {last}",
+                   f"put the same Python and packages at the same paths on {host} "
+                   f"(deploy/install.sh)"))
 
 
 def port(host: str, towards: str, address: str, error: str) -> Check:
     """Judge that a host reaches a port of another one."""
-    what = f"port of {towards}"
-    if not error:
-        return Check(host, what, OK, f"{address} is reached")
-    return Check(host, what, FAILED, f"{address} is not reached: {error}",
-                 f"on {towards}: ufw allow from {host}    (in a cloud: one security group that "
-                 f"allows all TCP ports between its members)")
+    return judged(host, f"port of {towards}", f"{address} is reached",
+                  (error, FAILED, f"{address} is not reached: {error}",
+                   f"on {towards}: ufw allow from {host}    (in a cloud: one security group that "
+                   f"allows all TCP ports between its members)"))
 
 
 def clock(host: str, offset_s: float | None) -> Check:
@@ -228,11 +183,8 @@ def clock(host: str, offset_s: float | None) -> Check:
         return Check(host, "clock", WARNING, "not compared, because no port was reached")
     text = f"{offset_s:+.2f} s from this machine's"
     remedy = "timedatectl set-ntp true && systemctl restart systemd-timesyncd"
-    if abs(offset_s) > CLOCK_FAILED_S:
-        return Check(host, "clock", FAILED, text, remedy)
-    if abs(offset_s) > CLOCK_WARNING_S:
-        return Check(host, "clock", WARNING, text, remedy)
-    return Check(host, "clock", OK, text)
+    return judged(host, "clock", text, (abs(offset_s) > CLOCK_FAILED_S, FAILED, text, remedy),
+                  (abs(offset_s) > CLOCK_WARNING_S, WARNING, text, remedy))
 
 
 def same(facts: Mapping[str, Facts], here: str) -> list[Check]:
