@@ -10,6 +10,8 @@ import re
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -287,6 +289,20 @@ def test_a_client_without_the_token_takes_no_readers_place(tmp_path: Path) -> No
                 assert client.recv(12) == b"HTTP/1.1 403"
             assert threading.active_count() <= before + 1  # that of `served`
             assert ask(server, f"/sections?token={server.token}")[0] == 200
+
+
+@pytest.mark.parametrize("package", ["aiohttp", "prometheus_client"])
+def test_a_page_without_its_packages_names_the_extra_that_has_them(tmp_path: Path, package: str
+                                                                   ) -> None:
+    """The terminal view needs neither."""
+    write(tmp_path, STORY)
+    code = (f"import sys; sys.modules['{package}'] = None; "
+            f"from elastic_trainer.__main__ import main; sys.exit(main(sys.argv[1:]))")
+    for options, exit_code in (["--web"], 2), ([], 0):
+        done = subprocess.run([sys.executable, "-c", code, "watch", str(tmp_path), *options],
+                              capture_output=True, text=True)
+        assert done.returncode == exit_code, done.stderr
+        assert ("pip install 'elastic-trainer[web]'" in done.stderr) == bool(options)
 
 
 @pytest.mark.parametrize("bind", ["8765", "localhost:8765", "127.0.0.1:x", "127.0.0.1:70000"])
