@@ -23,10 +23,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
+
 from elastic_trainer.loggers.row import Row, Run, placed, require_package
 
 HEADER, PIECE, BLOCK = 7, 7, 1 << 15
 WHOLE, FIRST, LAST = 1, 2, 4
+WRITTEN_S, WRITTEN_POLL_S = 20.0, 0.05
+"""How long the end of a run waits for W&B's own process, which has this thread's low priority."""
 
 
 class WandB:
@@ -85,27 +89,37 @@ class WandB:
         """W&B's own process sends what it got."""
 
     def close(self) -> None:
-        """End the W&B run: it is resumed if need be."""
+        """End the W&B run: it is resumed if need be.
+
+        `finish()` returns before W&B's own process has written the rest of its file. On a busy
+        machine the file was still empty when the run was resumed, which sent its steps again.
+        """
         if self._wandb:
+            file = Path(self._wandb.settings.sync_file)
             self._wandb.finish()
+            waiting = Retrying(retry=retry_if_result(lambda is_whole: not is_whole),
+                               wait=wait_fixed(WRITTEN_POLL_S), stop=stop_after_delay(WRITTEN_S),
+                               retry_error_callback=lambda _: False)  # W&B's exit hook waits, too
+            waiting(lambda: file.exists() and any(
+                record.HasField("exit") for record in _records_of(file)))
 
 
 def last_step(folder: Path, run_id: str) -> int:
     """Return the last step of which a file of the run has a row; -1: none. Disk: all its files."""
+    files = folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
+    return max((record.history.step.num for file in files for record in _records_of(file)
+                if record.HasField("history")), default=-1)
+
+
+def _records_of(file: Path) -> Iterator[Any]:
+    """Yield the records of a file, up to a torn end."""
     from wandb.proto import wandb_internal_pb2  # here: it is an optional package
 
     made: Any = wandb_internal_pb2  # it has no types
-    newest = -1
-    for file in folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb"):
-        for data in _records(file.read_bytes()):
-            record = made.Record.FromString(data)
-            if record.HasField("history"):
-                newest = max(newest, record.history.step.num)
-    return newest
+    return map(made.Record.FromString, _bytes_of_records(file.read_bytes()))
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file, up to a torn end."""
+def _bytes_of_records(data: bytes) -> Iterator[bytes]:
     at, record = HEADER, b""
     while at + PIECE <= len(data):
         if (rest := BLOCK - at % BLOCK) < PIECE:  # no piece begins in the rest of a block

@@ -71,12 +71,11 @@ class Writer:
         """The rows that were read from the event log, those that the logger had before, and those
         that are at their place. Counted by the logger's thread."""
         self._rows: queue.Queue[Row | Run | None] = queue.Queue(most_rows)
-        self._is_open = self._is_filled = self._has_failed = False
+        self._is_filled = self._has_failed = False
         self._is_stopped = threading.Event()
         """Set when this worker is the first one no more: what waits is another worker's."""
         self._ends = threading.Event()
         """Set when no row comes any more."""
-        self._has_given_up = False
         self._lacking, self._unflushed, self._flushed_at = 0, 0, 0.0
         self._after = after
         """The writer of the same logger before this one."""
@@ -128,6 +127,17 @@ class Writer:
         yield_processor()
         if self._after:
             self._after.thread.join()
+        goes_on = True
+        while goes_on:
+            while not self._guard(self._open):
+                if self._ends.wait(OPEN_AGAIN_S):
+                    return
+            goes_on = self._take_rows()
+            self._guard(self._flush)
+            self._guard(self.logger.close)
+
+    def _take_rows(self) -> bool:
+        """Write rows until the end; return True if the run has gone back instead."""
         while True:
             try:
                 row = self._rows.get(timeout=FLUSH_S)
@@ -135,26 +145,22 @@ class Writer:
                 self._guard(self._flush)
                 continue
             if row is None or self._is_stopped.is_set():
-                break  # what waits is the next first worker's
+                return False  # what waits is the next first worker's
             if isinstance(row, Run):
                 self.run = row
-                self._close()
-                continue
+                return True
             self._guard(partial(self._take, row))
-        self._close()
 
-    def _guard(self, work: Callable[[], None]) -> None:
-        """Do a part of the work; log what it raises."""
+    def _guard(self, work: Callable[[], None]) -> bool:
+        """Do a part of the work; log what it raises, and return False then."""
         try:
             work()
+            return True
         except Exception:
             self._fail(traceback.format_exc())
+            return False
 
     def _take(self, row: Row) -> None:
-        if not self._is_open:
-            self._open()
-        if not self._is_open:
-            return
         if row.step >= self._lacking:
             self._fill(row.step)
             self._write(row)
@@ -180,19 +186,9 @@ class Writer:
         self._unflushed += 1
 
     def _open(self) -> None:
-        """Open the logger; again and again, if that fails, until the run ends."""
-        while not self._has_given_up:
-            try:
-                self._lacking = self.logger.open(self.run)
-                where = redacted(self.logger.where())
-                break
-            except Exception:
-                self._fail(traceback.format_exc())
-            self._has_given_up = self._ends.wait(OPEN_AGAIN_S)
-        else:
-            return
-        self._is_open, self._is_filled = True, False
-        self._flushed_at = time.monotonic()
+        self._lacking = self.logger.open(self.run)
+        where = redacted(self.logger.where())
+        self._is_filled, self._flushed_at = False, time.monotonic()
         self.run = replace(self.run, goes_back=False)
         self.emit("worker.logger_opened", logger=self.name, where=where, step=self._lacking)
 
@@ -203,12 +199,6 @@ class Writer:
         if rows:
             self.logger.flush()
             self.delivered += rows
-
-    def _close(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._guard(self._flush)
-            self._guard(self.logger.close)
 
     def _fail(self, error: str) -> None:
         """Log a failure, once for this worker."""
