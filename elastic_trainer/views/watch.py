@@ -28,7 +28,6 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment, SegmentLines
-from rich.table import Table
 from rich.text import Text
 
 from elastic_trainer.events.now import Now, NowReader
