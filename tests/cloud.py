@@ -35,13 +35,12 @@ OTHER_IMAGE = "ami-076f415166b04f5fe"
 IMAGE_GB = 100
 NAME, BUCKET, OPEN_BUCKET = "mine", "training-1", "open-1"
 CODE = f"{NAME}/code.tar.gz"
-VARIABLES = {
-    "region": "us-east-1", "bucket": OPEN_BUCKET, "name": NAME, "workers": 2, "max_workers": 8,
-    "image_id": IMAGE, "zones": ["us-east-1e", "us-east-1a"],
-    "command": ["python", "it's \"mine\".py", "${x}"],
-    "environment": {"ELASTIC_TRAINER_LIMITS": "hang_s=120", "MODE": "${x}='y'"},
-    "secrets": {"TOKEN": "/mine/token", "OTHER_TOKEN": "/aws/reference/secretsmanager/hub/token"}
-}
+VARIABLES = {"region": "us-east-1", "bucket": OPEN_BUCKET, "name": NAME, "workers": 2,
+             "max_workers": 8, "image_id": IMAGE, "zones": ["us-east-1e", "us-east-1a"],
+             "command": ["python", "it's \"mine\".py", "${x}"],
+             "environment": {"ELASTIC_TRAINER_LIMITS": "hang_s=120", "MODE": "${x}='y'"},
+             "secrets": {"TOKEN": "/mine/token",
+                         "OTHER_TOKEN": "/aws/reference/secretsmanager/hub/token"}}
 NOT_SAID = {"private_dns_name_options"}
 OF_BUCKET = {"region": VARIABLES["region"], "bucket": BUCKET}
 AWS = {"AWS_DEFAULT_REGION": "us-east-1", "AWS_REGION": "us-east-1", "AWS_ACCESS_KEY_ID": "x",
@@ -108,19 +107,14 @@ class Cloud:
 
     def client(self, service: str) -> Any:
         """Return a client of the test's own, past the code under test."""
-        return boto3.client(service,
-                            endpoint_url=self.endpoint,
-                            region_name="us-east-1",
-                            aws_access_key_id="x",
-                            aws_secret_access_key="x")
+        return boto3.client(service, endpoint_url=self.endpoint, region_name="us-east-1",
+                            aws_access_key_id="x", aws_secret_access_key="x")
 
     def settings(self) -> dict[str, str]:
         """Return what the coordinator's units are set up with, by its user data."""
         if self.why_not_terraform:
-            return {
-                "FLEET": NAME, "BUCKET": BUCKET, "GROUP": self.outputs["group"], "SLOTS": "1",
-                "NP": "2", "MIN_NP": "1"
-            }
+            return {"FLEET": NAME, "BUCKET": BUCKET, "GROUP": self.outputs["group"], "SLOTS": "1",
+                    "NP": "2", "MIN_NP": "1"}
         given = self.ec2.describe_instance_attribute(InstanceId=self.outputs["coordinator"],
                                                      Attribute="userData")
         return settings_of(base64.b64decode(given["UserData"]["Value"]).decode())
@@ -138,10 +132,8 @@ class Cloud:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """Return the machines of the group by name."""
-        return {
-            i["PrivateDnsName"]: i
-            for i in self.instances() if i["InstanceId"] != self.outputs["coordinator"]
-        }
+        return {i["PrivateDnsName"]: i for i in self.instances()
+                if i["InstanceId"] != self.outputs["coordinator"]}
 
     def group(self) -> dict[str, Any]:
         """Return the auto scaling group, as AWS describes it."""
@@ -152,10 +144,8 @@ class Cloud:
         command = command_of("elastic-group", {"GROUP": self.outputs["group"], "FLEET": NAME},
                              self.folder)
         (self.folder / "runs" / NAME).mkdir(parents=True, exist_ok=True)
-        subprocess.run(command,
-                       cwd=ROOT,
-                       check=True,
-                       env=os.environ | AWS | {"AWS_ENDPOINT_URL": self.endpoint})
+        subprocess.run(command, cwd=ROOT, check=True, env=os.environ | AWS
+                       | {"AWS_ENDPOINT_URL": self.endpoint})
 
     def plan_refused(self, **values: str) -> str:
         """Return terraform's output for a plan that it refuses, with some variables
@@ -211,10 +201,8 @@ class Cloud:
         things = {str(i["InstanceId"]) for i in self.instances()}
         for service, question, answer, name in THINGS:
             found = getattr(self.client(service), question)()[answer]
-            things |= {
-                f"{answer} {thing[name]}"
-                for thing in found if thing.get("State") != "deleted"
-            }
+            things |= {f"{answer} {thing[name]}" for thing in found
+                       if thing.get("State") != "deleted"}
         return things
 
     def _apply_bucket(self) -> None:
@@ -225,20 +213,16 @@ class Cloud:
         subnet = self.ec2.describe_subnets()["Subnets"][0]["SubnetId"]
         machine = {"ImageId": IMAGE, "InstanceType": "c6i.2xlarge"}
         self.ec2.create_launch_template(LaunchTemplateName=NAME, LaunchTemplateData=machine)
-        template = {
-            "LaunchTemplateSpecification": {"LaunchTemplateName": NAME, "Version": "$Latest"},
-            "Overrides": [{"InstanceType": machine["InstanceType"]}]
-        }
+        template = {"LaunchTemplateSpecification": {"LaunchTemplateName": NAME,
+                                                    "Version": "$Latest"},
+                    "Overrides": [{"InstanceType": machine["InstanceType"]}]}
         tags = {"Fleet": NAME, "Role": "worker"}
         self.scaling.create_auto_scaling_group(
-            AutoScalingGroupName=f"{NAME}-workers",
-            MinSize=0,
-            MaxSize=8,
-            DesiredCapacity=2,
-            VPCZoneIdentifier=subnet,
-            MixedInstancesPolicy={"LaunchTemplate": template, "InstancesDistribution": SPOT_ONLY},
-            Tags=[{"Key": key, "Value": value, "PropagateAtLaunch": True}
-                  for key, value in tags.items()])
+            AutoScalingGroupName=f"{NAME}-workers", MinSize=0, MaxSize=8, DesiredCapacity=2,
+            VPCZoneIdentifier=subnet, MixedInstancesPolicy={"LaunchTemplate": template,
+                                                            "InstancesDistribution": SPOT_ONLY},
+            Tags=[{"Key": key, "Value": value, "PropagateAtLaunch": True} for key,
+                  value in tags.items()])
         started = self.ec2.run_instances(**machine, SubnetId=subnet, MinCount=1,
                                          MaxCount=1)["Instances"]
         self.outputs = {"group": f"{NAME}-workers", "coordinator": started[0]["InstanceId"]}

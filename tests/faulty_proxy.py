@@ -27,16 +27,12 @@ import s3_servers
 if TYPE_CHECKING:
     import pytest
 
-STATUS = {
-    "slow_down": (503, "SlowDown"), "internal": (500, "InternalError"),
-    "forbidden": (403, "AccessDenied"), "no_bucket": (404, "NoSuchBucket"),
-    "skewed": (403, "RequestTimeTooSkewed"), "request_limit": (503, "RequestLimitExceeded"),
-    "throttling": (400, "Throttling")
-}
-WRAPPED = {
-    "request_limit": "<Response><Errors>{}</Errors></Response>",
-    "throttling": "<ErrorResponse>{}</ErrorResponse>"
-}
+STATUS = {"slow_down": (503, "SlowDown"), "internal": (500, "InternalError"),
+          "forbidden": (403, "AccessDenied"), "no_bucket": (404, "NoSuchBucket"),
+          "skewed": (403, "RequestTimeTooSkewed"), "request_limit": (503, "RequestLimitExceeded"),
+          "throttling": (400, "Throttling")}
+WRAPPED = {"request_limit": "<Response><Errors>{}</Errors></Response>",
+           "throttling": "<ErrorResponse>{}</ErrorResponse>"}
 """How EC2 and Auto Scaling wrap an error; S3 does not."""
 KINDS = ("reset", "timeout", "truncate", "corrupt", "lose_answer", "slow", "rubbish",
          "unconditional", "drop", "empty", "torn_xml", "bare_404", "page_404", *STATUS)
@@ -134,10 +130,8 @@ class FaultyProxy:
     def handle(self, request: BaseHTTPRequestHandler) -> None:
         """Forward one request, or do to it what is planned."""
         method, path = request.command, request.path
-        headers = {
-            k: v
-            for k, v in request.headers.items() if k.lower() not in ("expect", "connection")
-        }
+        headers = {k: v for k, v in request.headers.items() if k.lower() not in ("expect",
+                                                                                 "connection")}
         self.seen.append((method, path, headers))
         kind = self._due(method, path)
         length = int(request.headers.get("Content-Length") or 0)
@@ -187,17 +181,12 @@ class FaultyProxy:
             return self._answer(request, 200, [], b"<html>a captive portal</html>")
         if kind == "corrupt" and data:
             data = bytes([data[0] ^ 1]) + data[1:]
-        passed = [
-            (k, v) for k, v in answered.getheaders()
-            if not re.fullmatch("(?i)content-length|transfer-encoding|connection|keep-alive", k)
-        ]
+        passed = [(k, v) for k, v in answered.getheaders()
+                  if not re.fullmatch("(?i)content-length|transfer-encoding|connection|keep-alive",
+                                      k)]
         if method == "HEAD":
             passed.append(("Content-Length", answered.getheader("Content-Length") or "0"))
-        self._answer(request,
-                     answered.status,
-                     passed,
-                     data,
-                     cut=kind == "truncate",
+        self._answer(request, answered.status, passed, data, cut=kind == "truncate",
                      bodiless=method == "HEAD")
 
     def _answer(self,

@@ -42,11 +42,8 @@ def moto_server(folder: Path) -> Iterator[str]:
                   str(port)],
                  folder / "moto.log",
                  MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
-        client = boto3.client("ec2",
-                              endpoint_url=endpoint,
-                              region_name="us-east-1",
-                              aws_access_key_id="x",
-                              aws_secret_access_key="x")
+        client = boto3.client("ec2", endpoint_url=endpoint, region_name="us-east-1",
+                              aws_access_key_id="x", aws_secret_access_key="x")
         deadline = time.monotonic() + START_S
         while True:
             try:

@@ -36,10 +36,9 @@ START_S = 60.0
 FOREIGN = ("AWS_", "TF_")
 """How the variables begin that are none of a test's business."""
 QUIETLY = ("-auto-approve", "-input=false", "-no-color", "-compact-warnings")
-NO_SECRETS = {
-    "AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GROUP", "MIN_NP", "NP", "PACKAGES",
-    "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE", "TORCH_SPEC", "WORKERS_ROLE_ID"
-}
+NO_SECRETS = {"AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GROUP", "MIN_NP", "NP",
+              "PACKAGES", "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE", "TORCH_SPEC",
+              "WORKERS_ROLE_ID"}
 TEST_PROVIDER = """
 provider "aws" {
   access_key                  = "x"
@@ -116,10 +115,8 @@ class Root:
         it."""
         self._terraform("plan", "-out=test.plan", "-input=false", "-no-color", *_others(values))
         changes = json.loads(self._terraform("show", "-json", "test.plan"))["resource_changes"]
-        return {
-            one["address"]: one["change"]
-            for one in changes if one["change"]["actions"] not in (["no-op"], ["read"])
-        }
+        return {one["address"]: one["change"] for one in changes
+                if one["change"]["actions"] not in (["no-op"], ["read"])}
 
     def plan_refused(self, **values: str) -> str:
         """Plan what must be refused, with some variables in other words; returns what terraform
@@ -156,12 +153,8 @@ class Root:
                    "TF_CLI_CONFIG_FILE": str(self.there / "test.tfrc"), "CHECKPOINT_DISABLE": "1",
                    "TF_IN_AUTOMATION": "1", "TF_REATTACH_PROVIDERS": self._attach
                }
-        return subprocess.run(["terraform", *arguments],
-                              cwd=self.there,
-                              env=env,
-                              capture_output=True,
-                              text=True,
-                              timeout=LIMIT_S)
+        return subprocess.run(["terraform", *arguments], cwd=self.there, env=env,
+                              capture_output=True, text=True, timeout=LIMIT_S)
 
 
 def _others(values: Mapping[str, str]) -> list[str]:
@@ -177,12 +170,8 @@ def rendered(template: Path, **values: Any) -> str:
     env = {k: v
            for k, v in os.environ.items() if not k.startswith("TF_")} | {"CHECKPOINT_DISABLE": "1"}
     done = subprocess.run(["terraform", "console"],
-                          input=f'base64encode(templatefile("{template}", {given}))',
-                          cwd="/",
-                          env=env,
-                          capture_output=True,
-                          text=True,
-                          timeout=LIMIT_S)
+                          input=f'base64encode(templatefile("{template}", {given}))', cwd="/",
+                          env=env, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, done.stderr
     return base64.b64decode(json.loads(done.stdout)).decode()
 
@@ -194,11 +183,8 @@ def user_data(text: str) -> dict[str, str]:
     assert config["ssh_pwauth"] is False and config["disable_root"] is True
     assert [user["name"] for user in config["users"]][-1] == "trainer"
     assert "default" not in config["users"]
-    files = {
-        f["path"]: base64.b64decode(f["content"]).decode()
-        if f.get("encoding") == "b64" else f["content"]
-        for f in config["write_files"]
-    }
+    files = {f["path"]: base64.b64decode(f["content"]).decode() if f.get("encoding") == "b64"
+             else f["content"] for f in config["write_files"]}
     assert files["/usr/local/sbin/elastic-boot"] == (HOSTS / "boot.sh").read_text()
     assert settings_of(text).keys() <= NO_SECRETS
     no_secret_in("\n".join(files.values()))
@@ -210,10 +196,8 @@ def units_in_user_data() -> dict[str, str]:
     template = (HOSTS / "cloud-init.yaml.tftpl").read_text().replace("${", "#")
     template = "\n".join(line for line in template.splitlines() if not line.startswith("%{"))
     written = yaml.safe_load(template.split("write_files:")[1].split("runcmd:")[0])
-    return {
-        Path(one["path"]).name: one["content"]
-        for one in written if one["path"].endswith(".service")
-    }
+    return {Path(one["path"]).name: one["content"] for one in written
+            if one["path"].endswith(".service")}
 
 
 def settings_of(text: str) -> dict[str, str]:

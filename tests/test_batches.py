@@ -146,10 +146,8 @@ def test_the_datasets_own_objects_are_not_changed_when_a_batch_is_moved() -> Non
 
 def test_a_batch_is_handed_on_as_it_is_when_nothing_has_to_move() -> None:
     """Types without a rule pass, with what the user keeps in them."""
-    batch = {
-        "a": [x(), "name", None], "b": object(), "c": numpy.ones(2), "d": Stuck(numpy.ones(2)),
-        "e": torch.Size([1])
-    }
+    batch = {"a": [x(), "name", None], "b": object(), "c": numpy.ones(2), "d": Stuck(numpy.ones(2)),
+             "e": torch.Size([1])}
     assert to_device(batch, CPU) is batch
     assert to_device({k: v
                       for k, v in batch.items() if k != "a"}, META).keys() == {"b", "c", "d", "e"}

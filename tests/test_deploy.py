@@ -49,12 +49,11 @@ WRONG_OF_BUCKET = {"region": "eu-central-1a", "bucket": "s3://mine"}
 WRONG = WRONG_OF_BUCKET | {
     "name": "Mine", "command": [], "torch_spec": "torch",
     "pip_extra_index_url": "https://me:word@index", "min_workers": 3, "max_workers": 1, "slots": 0,
-    "instance_types": [], "zones": ["us-east-1a", "us-east-1a"
-                                    ], "spot_allocation_strategy": "cheapest", "image_id": "al2023",
-    "worker_disk_gb": 8, "data_buckets": ["s3://data"], "environment": {"ELASTIC_TRAINER_KEY": "x"},
+    "instance_types": [], "zones": ["us-east-1a", "us-east-1a"],
+    "spot_allocation_strategy": "cheapest", "image_id": "al2023", "worker_disk_gb": 8,
+    "data_buckets": ["s3://data"], "environment": {"ELASTIC_TRAINER_KEY": "x"},
     "secrets": {"TOKEN": "a value: hf_x"}, "secrets_keys": ["alias/mine"],
-    "coordinator_type": "m6i", "admin_cidr": "0.0.0.0/0", "network": "10.0.0.0/8"
-}
+    "coordinator_type": "m6i", "admin_cidr": "0.0.0.0/0", "network": "10.0.0.0/8"}
 BY_WHICH_OTHERS_ARE_MEASURED = {"workers": 0, "admin_public_key": "AAAA"}
 
 
@@ -66,9 +65,8 @@ def test_terraform_is_formatted() -> None:
     if not shutil.which("terraform"):
         pytest.skip("terraform is not on the PATH.")
     done = subprocess.run(["terraform", "fmt", "-check", "-recursive", DEPLOY / "terraform"],
-                          capture_output=True,
-                          text=True,
-                          env=os.environ | {"CHECKPOINT_DISABLE": "1"})
+                          capture_output=True, text=True, env=os.environ
+                          | {"CHECKPOINT_DISABLE": "1"})
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -104,11 +102,9 @@ def test_a_wrong_variable_is_refused_by_name(root: str, wrong: dict[str, Any],
 
     def refused(values: dict[str, Any]) -> set[str]:
         (tmp_path / "test.auto.tfvars.json").write_text(json.dumps(values))
-        done = subprocess.run(["terraform", "plan", "-no-color", "-input=false"],
-                              cwd=tmp_path,
-                              capture_output=True,
-                              text=True,
-                              env=os.environ | {"CHECKPOINT_DISABLE": "1"})
+        done = subprocess.run(["terraform", "plan", "-no-color", "-input=false"], cwd=tmp_path,
+                              capture_output=True, text=True, env=os.environ
+                              | {"CHECKPOINT_DISABLE": "1"})
         output = set(re.findall(r"(\w+) must ", done.stderr))
         assert (done.returncode == 0) == (not output), done.stderr
         return output
@@ -150,14 +146,9 @@ def test_terraform_takes_only_the_provider_that_is_locked(root: str, tmp_path: P
 
     def init() -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("TF_")}
-        return subprocess.run([
-            "terraform", "init", "-input=false", "-no-color", "-lockfile=readonly", "-plugin-dir",
-            mirror
-        ],
-                              cwd=tmp_path,
-                              env=env | {"CHECKPOINT_DISABLE": "1"},
-                              capture_output=True,
-                              text=True)
+        return subprocess.run(["terraform", "init", "-input=false", "-no-color",
+                               "-lockfile=readonly", "-plugin-dir", mirror], cwd=tmp_path, env=env
+                              | {"CHECKPOINT_DISABLE": "1"}, capture_output=True, text=True)
 
     done = init()
     assert done.returncode == 0, done.stderr
@@ -182,20 +173,15 @@ def test_the_coordinator_may_call_what_discovery_calls_and_workers_nothing_of_it
     send the workers away."""
     tree = ast.parse((ROOT / "discovery" / "places" / "ec2.py").read_text())
     services = {"self._ec2": "ec2", "self._scaling": "autoscaling", "scaling": "autoscaling"}
-    called = {
-        f"ec2:{node.args[0].value}"
-        for node in ast.walk(tree) if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "self._pages" and isinstance(node.args[0], ast.Constant)
-    }
-    called |= {
-        f"{services[ast.unparse(node.func.value)]}:{node.func.attr}"
-        for node in ast.walk(tree) if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute) and ast.unparse(node.func.value) in services
-    }
-    names = {
-        re.sub(r"[:_](\w)", lambda m: m[0][0].replace("_", "") + m[1].upper(), name)
-        for name in called
-    }
+    called = {f"ec2:{node.args[0].value}" for node in ast.walk(tree) if isinstance(node, ast.Call)
+              and ast.unparse(node.func) == "self._pages"
+              and isinstance(node.args[0], ast.Constant)}
+    called |= {f"{services[ast.unparse(node.func.value)]}:{node.func.attr}"
+               for node in ast.walk(tree) if isinstance(node, ast.Call)
+               and isinstance(node.func, ast.Attribute)
+               and ast.unparse(node.func.value) in services}
+    names = {re.sub(r"[:_](\w)", lambda m: m[0][0].replace("_", "") + m[1].upper(), name)
+             for name in called}
     assert len(names) >= 4
     assert {a
             for a in actions_of("coordinator")
@@ -214,8 +200,7 @@ def test_user_data_is_cloud_init_whatever_the_settings_hold(admin_key: str | Non
     """YAML that says the same; the settings are read by bash and systemd alike; its unit is one."""
     settings = {"ROLE": "coordinator", "FLEET": "mine", "PACKAGES": "a b"}
     try:
-        text = rendered(HOSTS / "cloud-init.yaml.tftpl",
-                        boot=(HOSTS / "boot.sh").read_text(),
+        text = rendered(HOSTS / "cloud-init.yaml.tftpl", boot=(HOSTS / "boot.sh").read_text(),
                         admin_key=admin_key,
                         files={"command": "sh\n-c\necho: '${x}' %{y} # \"z\"\n", "secrets": ""},
                         settings=settings)
@@ -228,11 +213,8 @@ def test_user_data_is_cloud_init_whatever_the_settings_hold(admin_key: str | Non
         "/etc/elastic-trainer/fleet.env"] == "FLEET='mine'\nPACKAGES='a b'\nROLE='coordinator'\n"
     users = {user["name"]: user for user in yaml.safe_load(text)["users"]}
     assert ("ec2-user" in users) == (admin_key is not None)
-    text = rendered(HOSTS / "cloud-init.yaml.tftpl",
-                    boot=(HOSTS / "boot.sh").read_text(),
-                    admin_key=admin_key,
-                    files={},
-                    settings=settings)
+    text = rendered(HOSTS / "cloud-init.yaml.tftpl", boot=(HOSTS / "boot.sh").read_text(),
+                    admin_key=admin_key, files={}, settings=settings)
     assert "/etc/elastic-trainer/command" not in user_data(text)
     if admin_key:
         assert users["ec2-user"]["ssh_authorized_keys"] == [admin_key]
@@ -242,10 +224,8 @@ def test_user_data_is_cloud_init_whatever_the_settings_hold(admin_key: str | Non
 
 # --- machines -------------------------------------------------------------------------------------
 
-SETTINGS = {
-    "AWS_REGION": "us-east-1", "BUCKET": "b", "FLEET": "mine", "ROLE_ID": "AROA1",
-    "PACKAGES": "zstd"
-}
+SETTINGS = {"AWS_REGION": "us-east-1", "BUCKET": "b", "FLEET": "mine", "ROLE_ID": "AROA1",
+            "PACKAGES": "zstd"}
 COORDINATOR, WORKER = "i-0aaaaaaaaaaaaaaaa", "i-0bbbbbbbbbbbbbbbb"
 RECORD = """#!/bin/sh
 echo "$(basename "$0") $*" >>"$CALLS"
@@ -299,10 +279,9 @@ class Machine:
         self.trainer = trainer
         self.root, self.store = folder / instance, folder / "store"
         self.calls = folder / f"{instance}.calls"
-        self.env = os.environ | {
-            "CALLS": str(self.calls), "STORE": str(self.store), "TMPDIR": str(folder),
-            "PATH": f"{self.root}/bin:{os.environ['PATH']}"
-        }
+        self.env = os.environ | {"CALLS": str(self.calls), "STORE": str(self.store),
+                                 "TMPDIR": str(folder),
+                                 "PATH": f"{self.root}/bin:{os.environ['PATH']}"}
         for path in ("bin", "etc/elastic-trainer", "etc/ssh/sshd_config.d", "etc/ssh/ssh_config.d",
                      "etc/security/limits.d", "etc/systemd/system", "var/tmp", "var/lib/cloud/data",
                      "opt", "home"):
@@ -311,11 +290,8 @@ class Machine:
         (self.root / "etc/elastic-trainer/command").write_text("python\nit's mine.py\n--x=${y}\n")
         (self.root / "etc/elastic-trainer/fleet.env").write_text(
             "".join(f"{k}='{v}'\n" for k, v in (SETTINGS | settings).items()))
-        subprocess.run([
-            "ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f",
-            self.root / "etc/ssh/ssh_host_ed25519_key"
-        ],
-                       check=True)
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f",
+                        self.root / "etc/ssh/ssh_host_ed25519_key"], check=True)
         self.program("aws", AWS)
         for name in ("dnf", "systemctl", "systemd-tmpfiles", "swapoff", "sshd",
                      *([] if trainer else ["chown"])):
@@ -356,17 +332,12 @@ class Machine:
         script = self.root / "bin" / "elastic-boot"
         script.write_text(self.here((HOSTS / "boot.sh").read_text()))
         with open(self.root / "journal", "w") as journal:
-            subprocess.run(["bash", script, *words],
-                           env=self.env,
-                           check=True,
-                           stdout=journal,
+            subprocess.run(["bash", script, *words], env=self.env, check=True, stdout=journal,
                            stderr=journal)
 
     def run(self, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([self.root / "opt/elastic-trainer/deploy/hosts" / script, *arguments],
-                              capture_output=True,
-                              text=True,
-                              env=self.env | env)
+                              capture_output=True, text=True, env=self.env | env)
 
     def called(self) -> str:
         return self.calls.read_text()
@@ -408,28 +379,15 @@ def coordinator_in(folder: Path, trainer: str = "") -> Machine:
     for tool in ("ssh-keygen", "openssl", "zstd"):
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not on this machine.")
-    return Machine(folder,
-                   COORDINATOR,
-                   trainer,
-                   ROLE="coordinator",
-                   SOURCE="code.tar.gz",
-                   WORKERS_ROLE_ID="AROA2",
-                   NP="4",
-                   MIN_NP="1",
-                   GROUP="mine-workers",
-                   SLOTS="2",
-                   TORCH_SPEC="torch==2.13.0",
-                   PIP_EXTRA_INDEX_URL="")
+    return Machine(folder, COORDINATOR, trainer, ROLE="coordinator", SOURCE="code.tar.gz",
+                   WORKERS_ROLE_ID="AROA2", NP="4", MIN_NP="1", GROUP="mine-workers", SLOTS="2",
+                   TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="")
 
 
 def booted(tmp_path: Path, trainer: str = "") -> tuple[Machine, Machine]:
     coordinator = coordinator_in(tmp_path, trainer)
-    worker = Machine(tmp_path,
-                     WORKER,
-                     trainer,
-                     ROLE="worker",
-                     SOURCE=f"boot/AROA1:{COORDINATOR}/release.tar.zst",
-                     ROLE_ID="AROA2")
+    worker = Machine(tmp_path, WORKER, trainer, ROLE="worker",
+                     SOURCE=f"boot/AROA1:{COORDINATOR}/release.tar.zst", ROLE_ID="AROA2")
     push_to(coordinator, tmp_path)
     with suppress(subprocess.CalledProcessError):
         worker.boot()  # too early: there is no release yet, and systemd tries again
@@ -468,10 +426,8 @@ def test_a_fleet_boots_and_nothing_secret_leaves_but_for_the_bucket(
     on_worker = worker.root / "etc/elastic-trainer/agent.key"
     assert on_worker.read_text() == key.read_text() and on_worker.stat().st_mode & 0o077 == 0
     assert key.read_text().strip() not in coordinator.called() + worker.called()
-    uploads = [
-        line.split()[-1] for line in coordinator.called().splitlines()
-        if line.startswith("aws s3 cp") and "/boot/" in line.split()[-1]
-    ]
+    uploads = [line.split()[-1] for line in coordinator.called().splitlines()
+               if line.startswith("aws s3 cp") and "/boot/" in line.split()[-1]]
     assert uploads[-1].endswith("release.tar.zst")
     trusted = (worker.root / "etc/ssh/keys/trainer").read_text()
     assert trusted.startswith("restrict ssh-ed25519 ") and trusted.split()[2] in (
@@ -518,11 +474,8 @@ def shared_folder() -> Iterator[Path]:
 
 def owners(folder: Path) -> dict[str, tuple[int, int, bytes]]:
     """Return everything below a folder, with its owner, its mode and what it holds."""
-    return {
-        str(path): (path.lstat().st_uid, path.lstat().st_mode,
-                    path.read_bytes() if path.is_file() else b"")
-        for path in [folder, *folder.rglob("*")]
-    }
+    return {str(path): (path.lstat().st_uid, path.lstat().st_mode, path.read_bytes()
+                        if path.is_file() else b"") for path in [folder, *folder.rglob("*")]}
 
 
 EMPTIED = "set-desired-capacity --auto-scaling-group-name mine-workers"
@@ -559,10 +512,7 @@ def test_a_boot_without_code_names_the_remedy_in_the_bucket_and_gives_up(tmp_pat
 
 def test_a_worker_that_gives_up_reports_it_and_asks_for_nothing_else(tmp_path: Path) -> None:
     """It may not order the group; its power-off terminates it."""
-    worker = Machine(tmp_path,
-                     WORKER,
-                     ROLE="worker",
-                     SOURCE="boot/AROA1:x/release.tar.zst",
+    worker = Machine(tmp_path, WORKER, ROLE="worker", SOURCE="boot/AROA1:x/release.tar.zst",
                      ROLE_ID="AROA2")
     with pytest.raises(subprocess.CalledProcessError):
         worker.boot()
@@ -609,9 +559,8 @@ cp {machine.root}/bin/build python
         machine.boot()
     machine.boot()
     venv = machine.root / "opt/elastic-trainer/.venv"
-    output = [
-        line for line in machine.called().splitlines() if re.match(r"\w+ (runs|installs)", line)
-    ]
+    output = [line for line in machine.called().splitlines() if re.match(r"\w+ (runs|installs)",
+                                                                         line)]
     pip = f"{NOT_ROOT} runs -m pip install"
     assert [line[:len(pip)] for line in output] == ["root installs", pip, pip]
     assert {path.lstat().st_uid
@@ -685,14 +634,10 @@ def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(
         served.write_text(config.read_text().replace(
             "PermitRootLogin no", "PermitRootLogin yes").replace("ssh_host_ed25519_key", host_key) +
                           "StrictModes no\nUsePAM no\nPidFile none\n")
-        return subprocess.run([
-            "ssh", "-F", coordinator.root / "etc/ssh/ssh_config.d/10-fleet.conf", "-i", key, "-o",
-            "BatchMode=yes", "-o", f"ProxyCommand={sshd} -i -f {served}", name, "echo entered"
-        ],
-                              env=coordinator.env,
-                              capture_output=True,
-                              text=True,
-                              timeout=60)
+        return subprocess.run(["ssh", "-F", coordinator.root / "etc/ssh/ssh_config.d/10-fleet.conf",
+                               "-i", key, "-o", "BatchMode=yes", "-o",
+                               f"ProxyCommand={sshd} -i -f {served}", name, "echo entered"],
+                              env=coordinator.env, capture_output=True, text=True, timeout=60)
 
     # What `terraform output login` says of the coordinator's own key.
     output = coordinator.store / "b/mine/boot" / f"AROA1:{COORDINATOR}" / "known_host"
@@ -839,21 +784,14 @@ def test_the_run_is_started_with_its_settings(fleet: tuple[Machine, Machine]) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('#!/bin/bash\nprintf "%s\\n" "$@" --- "$PWD"; env\n')
         path.chmod(0o755)
-        done = machine.run("train.sh",
-                           AWS_REGION="us-east-1",
-                           FLEET="mine",
-                           HOME="/home/trainer",
+        done = machine.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer",
                            **env)
         words, _, place = done.stdout.replace(str(machine.root), "").partition("---\n")
         return words.splitlines(), sorted(line for line in place.splitlines()
                                           if not line.startswith(("SHLVL", "_=")))
 
-    words, place = started(coordinator,
-                           "horovodrun_elastic.sh",
-                           ROLE="coordinator",
-                           BUCKET="b",
-                           NP="4",
-                           MIN_NP="2")
+    words, place = started(coordinator, "horovodrun_elastic.sh", ROLE="coordinator", BUCKET="b",
+                           NP="4", MIN_NP="2")
     assert words[-3:] == ["python", "it's mine.py", "--x=${y}"]
     standby, there = started(worker, ".venv/bin/python", ROLE="worker", SLOTS="2")
     own = "/opt/elastic-trainer/elastic_trainer/host/own.py"
@@ -901,15 +839,8 @@ def test_a_secret_is_in_the_commands_variables_and_nowhere_else(
         path = machine.root / "opt/elastic-trainer" / program
         path.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n/usr/bin/env -0\n')
         path.chmod(0o755)
-        done = machine.run("train.sh",
-                           AWS_REGION="us-east-1",
-                           FLEET="mine",
-                           HOME="/home/trainer",
-                           BUCKET="b",
-                           NP="4",
-                           MIN_NP="2",
-                           SLOTS="2",
-                           ROLE=role,
+        done = machine.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer",
+                           BUCKET="b", NP="4", MIN_NP="2", SLOTS="2", ROLE=role,
                            OTHER="not passed on")
         output = done.stdout.split("\0")
         assert {f"TOKEN={SECRET}", "MODE=${x}='y'", "it's mine.py"} <= set(output), done.stderr
@@ -926,14 +857,8 @@ def test_an_unreadable_secret_is_named_and_nothing_is_started(
     coordinator, _ = fleet
     (coordinator.root / "var/lib/elastic-trainer/hosts").touch()
     with_secrets(coordinator, TOKEN="/mine/other")
-    done = coordinator.run("train.sh",
-                           AWS_REGION="us-east-1",
-                           FLEET="mine",
-                           HOME="/home/trainer",
-                           BUCKET="b",
-                           NP="4",
-                           MIN_NP="2",
-                           ROLE="coordinator")
+    done = coordinator.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer",
+                           BUCKET="b", NP="4", MIN_NP="2", ROLE="coordinator")
     assert done.returncode == 1 and done.stdout == ""
     assert "the secret TOKEN cannot be read from the SSM parameter /mine/other in us-east-1." in (
         done.stderr)
@@ -960,10 +885,7 @@ def test_logs_from_before_the_last_boot_go_to_the_bucket_once(
 
     def sent() -> list[str]:
         machine.calls.write_text("")
-        done = machine.run("logs.sh",
-                           BUCKET="b",
-                           FLEET="mine",
-                           ROLE_ID="AROA2",
+        done = machine.run("logs.sh", BUCKET="b", FLEET="mine", ROLE_ID="AROA2",
                            STATE_DIRECTORY=str(state))
         assert done.returncode == 0, done.stderr
         return [line.split("/")[-1] for line in machine.called().splitlines()]
@@ -999,18 +921,15 @@ def test_the_commands_that_help_to_choose_types_run(tmp_path: Path) -> None:
                        ("aws", f'printf "%s\\n" "$@" -- >>{tmp_path}/asked')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(["bash", "-euc", commands],
-                          env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
-                          capture_output=True,
+    done = subprocess.run(["bash", "-euc", commands], env=os.environ
+                          | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr
     assert "c6i.2xlarge taken back: <5% saves: 61%\n" in done.stdout
     assert "r6i.2xlarge not offered\n" in done.stdout
     asked = [call.split() for call in (tmp_path / "asked").read_text().split("--\n") if call]
-    operations = {
-        re.sub(r"(?:^|-)(\w)", lambda m: m[1].upper(), words[1]): words
-        for words in asked
-    }
+    operations = {re.sub(r"(?:^|-)(\w)", lambda m: m[1].upper(), words[1]): words
+                  for words in asked}
     assert operations.keys() == {"GetSpotPlacementScores", "DescribeSpotPriceHistory"}
     model = boto3.client("ec2", region_name="us-east-1").meta.service_model
     for operation, words in operations.items():
@@ -1039,13 +958,10 @@ def test_the_units_are_what_systemd_understands(tmp_path: Path) -> None:
             text = text.replace(there, here)
         (tmp_path / name).write_text(text)
     done = subprocess.run(["systemd-analyze", "verify", "--man=no", *tmp_path.glob("elastic-*")],
-                          capture_output=True,
-                          text=True,
-                          env=os.environ | {"SYSTEMD_UNIT_PATH": f"{tmp_path}:"})
-    ours = [
-        line for line in (done.stdout + done.stderr).splitlines()
-        if "elastic-" in line and "sshd.service" not in line
-    ]
+                          capture_output=True, text=True, env=os.environ
+                          | {"SYSTEMD_UNIT_PATH": f"{tmp_path}:"})
+    ours = [line for line in (done.stdout + done.stderr).splitlines() if "elastic-" in line
+            and "sshd.service" not in line]
     assert ours == []
 
 
@@ -1070,9 +986,7 @@ def pushed(folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     aws.write_text(f'#!/bin/sh\necho "$*" >{tmp_path}/said\ncat >{tmp_path}/code.tar.gz\n')
     aws.chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    return subprocess.run([DEPLOY / "push.sh", "b", "mine", folder],
-                          env=env,
-                          capture_output=True,
+    return subprocess.run([DEPLOY / "push.sh", "b", "mine", folder], env=env, capture_output=True,
                           text=True)
 
 
@@ -1105,18 +1019,15 @@ def test_push_sends_what_git_tracks_and_lists_what_it_leaves_out(tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "said").read_text() == "s3 cp --only-show-errors - s3://b/mine/code.tar.gz\n"
     with tarfile.open(tmp_path / "code.tar.gz") as code:
-        files = {
-            member.name.removeprefix("./"): member
-            for member in code.getmembers() if not member.isdir()
-        }
+        files = {member.name.removeprefix("./"): member for member in code.getmembers()
+                 if not member.isdir()}
         # It becomes the folder that the units, another user's, run in.
         assert code.getmember(".").mode & 0o055 == 0o055
         (read,) = [code.extractfile(files["job/train.py"])]
         assert read and read.read() == b"now\n"
-    assert files.keys() >= {
-        "horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
-        "elastic_trainer/training/loop.py", "discovery/places/ec2.py", "state/s3.py", "setup.cfg"
-    }
+    assert files.keys() >= {"horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
+                            "elastic_trainer/training/loop.py", "discovery/places/ec2.py",
+                            "state/s3.py", "setup.cfg"}
     assert not any(
         name.startswith(("tests", "runs", ".git")) or "__pycache__" in name for name in files)
     assert {name for name in files if name.startswith("job")} == {

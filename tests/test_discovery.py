@@ -22,9 +22,7 @@ ROOT = Path(script.__file__).resolve().parent.parent
 def ask(*arguments: str) -> subprocess.CompletedProcess[bytes]:
     """Run the script as the driver does: without site-packages, as a process of its own."""
     return subprocess.run([sys.executable, "-S", "-m", "elastic_trainer.discovery", *arguments],
-                          cwd=ROOT,
-                          capture_output=True,
-                          stdin=subprocess.DEVNULL)
+                          cwd=ROOT, capture_output=True, stdin=subprocess.DEVNULL)
 
 
 def test_prints_the_file_when_it_is_whole(tmp_path: Path) -> None:
@@ -58,17 +56,10 @@ def test_fails_and_prints_nothing_when_it_is_called_wrongly(arguments: tuple[str
     assert b"usage" in done.stderr
 
 
-MALFORMED = {
-    "torn line": b"a:1\n127.0.0",
-    "torn slots": b"a:1\nb:",
-    "no host": b"a:1\n:1\n",
-    "words": b"a:1\nError: cannot list instances\n",
-    "no number": b"a:one\n",
-    "negative": b"a:-1\n",
-    "no ASCII": "a:1\nä:1\n".encode(),
-    "not text": b"a:1\n\xff\xfe\x00",
-    "zeros after a crash": b"a:1\n" + b"\0" * 64,
-}
+MALFORMED = {"torn line": b"a:1\n127.0.0", "torn slots": b"a:1\nb:", "no host": b"a:1\n:1\n",
+             "words": b"a:1\nError: cannot list instances\n", "no number": b"a:one\n",
+             "negative": b"a:-1\n", "no ASCII": "a:1\nä:1\n".encode(),
+             "not text": b"a:1\n\xff\xfe\x00", "zeros after a crash": b"a:1\n" + b"\0" * 64}
 
 
 @pytest.mark.parametrize("kind", MALFORMED)

@@ -202,11 +202,7 @@ def test_a_memory_that_is_damaged_costs_an_order_and_no_more(here: Path) -> None
 def test_a_group_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     """The command ends with 1, and the next minute asks again."""
     env = os.environ | AWS | {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    done = subprocess.run([
-        sys.executable, "-m", "elastic_trainer.discovery", "group", "--group", "mine",
-        "--hosts-file", tmp_path / "hosts"
-    ],
-                          env=env,
-                          capture_output=True,
-                          text=True)
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery", "group", "--group",
+                           "mine", "--hosts-file", tmp_path / "hosts"], env=env,
+                          capture_output=True, text=True)
     assert done.returncode == 1 and "Auto Scaling did not answer" in done.stderr

@@ -28,14 +28,8 @@ def source() -> bytes:
 def test_gpt_reads_the_same_bytes_whatever_the_order_of_the_folder(tmp_path: Path) -> None:
     """Files come by their relative names; what is no source, installed, built or a test is left
     out."""
-    files = {
-        "b.py": "B",
-        "a/z.py": "AZ",
-        "a.py": "A",
-        "a/b/c.py": "ABC",
-        "n.txt": "no",
-        "_sysconfigdata_x.py": "no",
-    }
+    files = {"b.py": "B", "a/z.py": "AZ", "a.py": "A", "a/b/c.py": "ABC", "n.txt": "no",
+             "_sysconfigdata_x.py": "no"}
     files |= {"site-packages/x.py": "no", "a/tests/t.py": "no", "config-3.11/c.py": "no"}
     for name, text in reversed(files.items()):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -143,9 +137,8 @@ def test_digits_net_reads_batches_of_any_size_and_has_statistics_to_keep() -> No
     before = [buffer.clone() for buffer in model.buffers()]
     images, labels = digits.digits()[1].tensors
     loss = digits.digit_loss(model, [images[:8], labels[:8]])
-    assert loss.shape == () and any(
-        not torch.equal(old, new) for old, new in zip(before, model.buffers(), strict=True)
-    )
+    assert loss.shape == () and any(not torch.equal(old, new) for old,
+                                    new in zip(before, model.buffers(), strict=True))
     before = [buffer.clone() for buffer in model.buffers()]
     assert 0.0 <= digits.accuracy(model, torch.utils.data.TensorDataset(images, labels)) <= 1.0
     assert all(torch.equal(old, new) for old, new in zip(before, model.buffers(), strict=True))

@@ -38,9 +38,8 @@ ROOT = DEPLOY.parent
 DISCOVER = Path(elastic_trainer.discovery.__file__).with_name("__main__.py")
 JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
 """More than a minute, unless `Fleet.finish` ends it earlier."""
-UNAVAILABLE = {
-    "request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)", "rubbish": "KeyError"
-}
+UNAVAILABLE = {"request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)",
+               "rubbish": "KeyError"}
 """What the API does (faulty_proxy.py), and how the event log tells it."""
 
 
@@ -140,9 +139,8 @@ def test_a_stopped_coordinator_stays_at_the_next_apply(cloud: Cloud) -> None:
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
     cloud.ec2.stop_instances(InstanceIds=[cloud.outputs["coordinator"]])
-    others = {
-        "zones": '["us-east-1c", "us-east-1a", "us-east-1e"]', "slots": "2", "command": '["true"]'
-    }
+    others = {"zones": '["us-east-1c", "us-east-1a", "us-east-1e"]', "slots": "2",
+              "command": '["true"]'}
     try:
         for values in (dict[str, str](), others | {"image_id": OTHER_IMAGE}):
             change = cloud.planned(**values).get("aws_instance.coordinator", {})
@@ -230,20 +228,13 @@ def listed(one_or_more: str | list[str]) -> list[str]:
 
 def fleet_is_as_wanted(cloud: Cloud) -> None:
     ec2, outputs = cloud.ec2, cloud.outputs
-    done = subprocess.run([
-        sys.executable, "-m", "elastic_trainer.discovery", "ec2", "--once", "--tag", "Fleet=mine",
-        "--tag", "Role=worker", "--group", outputs["group"], "--cpu-slots", "2"
-    ],
-                          cwd=ROOT,
-                          capture_output=True,
-                          text=True,
-                          env=os.environ | AWS | {"AWS_ENDPOINT_URL": cloud.endpoint})
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.discovery", "ec2", "--once",
+                           "--tag", "Fleet=mine", "--tag", "Role=worker", "--group",
+                           outputs["group"], "--cpu-slots", "2"], cwd=ROOT, capture_output=True,
+                          text=True, env=os.environ | AWS | {"AWS_ENDPOINT_URL": cloud.endpoint})
     assert done.returncode == 0 and done.stdout.count(":2\n") == 2, done.stderr
-    instances = {
-        i["InstanceId"]: i
-        for r in ec2.describe_instances()["Reservations"]
-        for i in r["Instances"]
-    }
+    instances = {i["InstanceId"]: i for r in ec2.describe_instances()["Reservations"]
+                 for i in r["Instances"]}
     coordinator = instances.pop(outputs["coordinator"])
     assert "InstanceLifecycle" not in coordinator and coordinator["MetadataOptions"][
         "HttpTokens"] == "required"
@@ -339,17 +330,10 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             api, store = (FaultyProxy(cloud.endpoint, lab.address(COORDINATOR)) for _ in "es")
         for proxy in (api, store):
             stack.enter_context(proxy)  # here: its threads are to find the API outside the lab
-        fleet = Fleet(lab,
-                      folder,
-                      run=settings["FLEET"],
-                      job=JOB,
-                      start_with=int(settings["NP"]),
-                      min_workers=int(settings["MIN_NP"]),
-                      own_disks=True,
-                      options=[
-                          "--elastic-timeout", "604800", "--store",
-                          f"s3://{OPEN_BUCKET}/{settings['FLEET']}/checkpoints"
-                      ],
+        fleet = Fleet(lab, folder, run=settings["FLEET"], job=JOB, start_with=int(settings["NP"]),
+                      min_workers=int(settings["MIN_NP"]), own_disks=True,
+                      options=["--elastic-timeout", "604800", "--store",
+                               f"s3://{OPEN_BUCKET}/{settings['FLEET']}/checkpoints"],
                       discovery=f"{sys.executable} -S {DISCOVER} hosts-file {folder}/hosts 120")
         fleet.hosts_file.unlink()
         fleet.run_dir.mkdir()
@@ -391,11 +375,9 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             lab.clocks[more[-1]] = 300
             boot(more)
             generation = fleet.wait_for_world(5)
-            knock(lab, more[-1], more[1], 7411, [
-                RUBBISH,
-                pickle.dumps(Pickled(f"touch {tmp_path}/executed")),
-                overheard(lab, more[1], b"GET /health")
-            ])
+            knock(lab, more[-1], more[1], 7411,
+                  [RUBBISH, pickle.dumps(Pickled(f"touch {tmp_path}/executed")),
+                   overheard(lab, more[1], b"GET /health")])
             fleet.wait_for("refusals", lambda: row(more[1])["refused"] == 3)
             diary = fleet.run_dir / EVENTS_FILE
             api.on_request = lambda method, path: None if "answer_doubted" in diary.read_text(
@@ -424,20 +406,17 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
             assert why(more[-1]).startswith("sick: its clock is +300 s off")
             fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
             fleet.wait_for_step(fleet.newest_step() + 2)
-            last = [
-                name for name in cloud.workers() if lab.hosts.get(name) and lab.hosts[name].is_up()
-            ]
+            last = [name for name in cloud.workers() if lab.hosts.get(name)
+                    and lab.hosts[name].is_up()]
             cloud.scale(0)
             lab.power_cut(*last)
             fleet.wait_for("end of the attempt", lambda: fleet.events("attempt.ended"))
             fleet.wait_for("empty list", lambda: fleet.hosts_file.read_text() == "")
             boot(cloud.scale(3))
             fleet.wait_for("restart", lambda: fleet.events("state.checkpoint_restored"))
-            fleet.wait_for(
-                "world of all three", lambda: [
-                    e for e in fleet.events("worker.generation_started")
-                    if (e["attempt"], e["size"]) == (2, 3)
-                ])
+            fleet.wait_for("world of all three",
+                           lambda: [e for e in fleet.events("worker.generation_started")
+                                    if (e["attempt"], e["size"]) == (2, 3)])
             assert fleet.finish() == 0
             result = fleet.assert_nothing_lost(twin_of(*JOB), victims=3)
             print(fleet.story())
@@ -510,9 +489,7 @@ def bucket_is_locked(s3: Any, bucket: str) -> None:
     (rule,) = s3.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
     assert rule["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 1}
     assert not rule.keys() & {"Expiration", "NoncurrentVersionExpiration", "Transitions"}
-    denied = {
-        s["Sid"]: s
-        for s in json.loads(s3.get_bucket_policy(Bucket=bucket)["Policy"])["Statement"]
-    }
+    denied = {s["Sid"]: s
+              for s in json.loads(s3.get_bucket_policy(Bucket=bucket)["Policy"])["Statement"]}
     assert denied["LogRecordsOnlyIfAbsent"]["Condition"] == {"Null": {"s3:if-none-match": "true"}}
     assert {s["Effect"] for s in denied.values()} == {"Deny"}

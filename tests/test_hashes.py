@@ -153,13 +153,10 @@ def test_pip_refuses_a_file_with_another_hash(tmp_path: Path) -> None:
     (tmp_path / "wanted.txt").write_text("\n".join(wanted))
     wheel = tmp_path / "six-1.17.0-py2.py3-none-any.whl"
     wheel.write_bytes(b"not what was looked at")
-    done = subprocess.run([
-        sys.executable, "-m", "pip", "--isolated", "install", "--no-index", "--find-links",
-        tmp_path, "--no-deps", "--require-hashes", "--target", tmp_path / "there", "--requirement",
-        tmp_path / "wanted.txt"
-    ],
-                          capture_output=True,
-                          text=True)
+    done = subprocess.run([sys.executable, "-m", "pip", "--isolated", "install", "--no-index",
+                           "--find-links", tmp_path, "--no-deps", "--require-hashes", "--target",
+                           tmp_path / "there", "--requirement", tmp_path / "wanted.txt"],
+                          capture_output=True, text=True)
     assert done.returncode != 0 and "DO NOT MATCH THE HASHES" in done.stderr
     assert not (tmp_path / "there").exists()
 
@@ -170,10 +167,8 @@ def test_no_index_is_asked_but_by_hash() -> None:
     """
     text = (DEPLOY / "install.sh").read_text()
     calls = re.findall(r"^\s*pip (?:install|download|wheel).*(?:\\\n.*)*", text, re.M)
-    free = [
-        call.strip() for call in calls
-        if "--require-hashes" not in call and "--dry-run" not in call and "--no-deps" not in call
-    ]
+    free = [call.strip() for call in calls if "--require-hashes" not in call
+            and "--dry-run" not in call and "--no-deps" not in call]
     assert free == [] and len(calls) == 2
     tree = ast.parse((ROOT / "elastic_trainer/setup/build.py").read_text())
     words = [[ast.unparse(word) for word in node.args] for node in ast.walk(tree)
@@ -266,10 +261,8 @@ def test_the_bill_of_materials_names_every_package_of_python_and_dpkg() -> None:
     if not any(one.metadata["Name"] == "elastic-trainer"
                for one in importlib.metadata.distributions()):
         pytest.skip("elastic-trainer runs from a clone here and is not installed.")
-    made = subprocess.run([sys.executable, "-B", DEPLOY / "sbom.py"],
-                          capture_output=True,
-                          text=True,
-                          check=True)
+    made = subprocess.run([sys.executable, "-B", DEPLOY / "sbom.py"], capture_output=True,
+                          text=True, check=True)
     document = json.loads(made.stdout)
     assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.6")
     assert document["metadata"]["component"]["purl"].startswith("pkg:pypi/elastic-trainer@")
@@ -279,9 +272,7 @@ def test_the_bill_of_materials_names_every_package_of_python_and_dpkg() -> None:
     assert [one["name"] for one in document["components"] if one["bom-ref"].startswith("pkg:pypi/")
             and not one["purl"].startswith(f"pkg:pypi/{one['name']}@")] == []
     states = subprocess.run(["dpkg-query", "--show", "--showformat=${db:Status-Abbrev}\n"],
-                            capture_output=True,
-                            text=True,
-                            check=True).stdout.splitlines()
+                            capture_output=True, text=True, check=True).stdout.splitlines()
     assert sum(one.startswith("pkg:deb/") for one in named) == states.count("ii ")
     assert [one["name"] for one in document["components"]
             if "pypi" in one["bom-ref"] and "licenses" not in one] == []

@@ -45,11 +45,8 @@ INSTANCES = st.builds(
     is_impaired=st.sampled_from([False, False, False, True]),
     events=st.sampled_from([(), (), (("instance-stop", 9999.0), ), (("instance-stop", 60.0), )]),
     slots=st.integers(0, 8))
-HEALTH = st.builds(Health,
-                   state=st.sampled_from(["ready", "ready", "draining", "sick"]),
-                   why=st.just("why"),
-                   rebalance=st.booleans(),
-                   heard_at=st.just(0.0))
+HEALTH = st.builds(Health, state=st.sampled_from(["ready", "ready", "draining", "sick"]),
+                   why=st.just("why"), rebalance=st.booleans(), heard_at=st.just(0.0))
 
 
 @st.composite
@@ -65,12 +62,8 @@ def stories(draw: st.DrawFn) -> list[tuple[list[Instance], dict[str, Health], fl
 
 
 @settings(max_examples=400, deadline=None)
-@given(
-    stories(),
-    st.builds(Policy,
-              lifecycle=st.sampled_from(["spot", "any"]),
-              agents=st.booleans(),
-              same_type=st.booleans()))
+@given(stories(), st.builds(Policy, lifecycle=st.sampled_from(["spot", "any"]),
+                            agents=st.booleans(), same_type=st.booleans()))
 def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str, Health], float]],
                                       policy: Policy) -> None:
     """No excluded and no unfit host on a believed list, a reason for each host, order by age, and
@@ -81,12 +74,10 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
         decision = decide(fleet, health, history, now, policy)
         assert decide(fleet, health, before, now, policy) == decision
         history = decision.history
-        doomed = {i
-                  for i in doomed if i in history.past} | {
-                      i
-                      for i, says in health.items()
-                      if says.state == "draining" and i in history.past and history.past[i].doomed
-                  }
+        doomed = {i for i in doomed if i in history.past} | {i for i, says in health.items()
+                                                             if says.state == "draining"
+                                                             and i in history.past
+                                                             and history.past[i].doomed}
         listed = [i for i, _, _ in history.listed]
         assert not doomed & set(listed)
         assert {i.id for i in fleet} <= decision.reasons.keys()
@@ -186,19 +177,15 @@ def test_ten_that_arrive_one_by_one_cost_one_change() -> None:
 def test_newcomers_do_not_wait_for_hosts_that_leave() -> None:
     """A larger group of another type comes, or replacements, and then everybody has notice: the
     list is never empty."""
-    fleet = [
-        instance(1, type="a"),
-        instance(2, type="a"), *(instance(n, type="b") for n in (3, 4, 5))
-    ]
+    fleet = [instance(1, type="a"), instance(2, type="a"),
+             *(instance(n, type="b") for n in (3, 4, 5))]
     old, new = ["host-1", "host-2"], ["host-3", "host-4", "host-5"]
     every = lists(Policy(same_type=True), 10, lambda second: fleet[:5 if second >= 3 else 2])
     assert every == [old] * 4 + [new] * 6  # doubted once
 
     def health(second: int) -> dict[str, Health]:
-        return {
-            i.id: Health("draining" if second >= 4 and i.type == "a" else "ready", heard_at=second)
-            for i in fleet
-        }
+        return {i.id: Health("draining" if second >= 4 and i.type == "a" else "ready",
+                             heard_at=second) for i in fleet}
 
     assert lists(Policy(agents=True), 10, lambda second: fleet[:5 if second >= 3 else 2],
                  health) == [old] * 4 + [new] * 6
@@ -390,11 +377,9 @@ def test_a_stopped_agent_costs_its_host_the_place_until_the_next_one_starts() ->
     ready = Health("ready", life="a")
     stops = replace(ready, state="draining", why="the host is being stopped", for_good=False)
     decision = decide(fleet, {"i-1": ready, "i-2": ready}, History(), 0.0, policy)
-    for now, says, expected in ((1.0, stops, 1), (2.0, None, 1), (3.0, ready, 1),
-                                (4.0, replace(ready, life="b"),
-                                 2), (5.0, replace(stops, life="b",
-                                                   for_good=True), 1), (6.0, replace(ready,
-                                                                                     life="c"), 1)):
+    for now, says, expected in (
+            (1.0, stops, 1), (2.0, None, 1), (3.0, ready, 1), (4.0, replace(ready, life="b"), 2),
+            (5.0, replace(stops, life="b", for_good=True), 1), (6.0, replace(ready, life="c"), 1)):
         health = {"i-1": replace(ready, heard_at=now)
                   } | ({"i-2": replace(says, heard_at=now)} if says else {})
         decision = decide(fleet, health, decision.history, now, policy)

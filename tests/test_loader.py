@@ -18,7 +18,7 @@ from torch.utils.data import default_collate, get_worker_info
 from elastic_trainer import ConfigError, Loader
 from elastic_trainer.data.loader import MicrobatchRecipe, Reader, keys_after
 from elastic_trainer.data.loader_pool import LoaderKilled
-from elastic_trainer.data.transport import packed, unpacked
+from elastic_trainer.data.loader_process import packed, unpacked
 from elastic_trainer.schedule.schedule import Schedule
 
 SCHEDULE = Schedule(dataset_size=50, global_batch=16, microbatches=4, epochs=2, seed=1)

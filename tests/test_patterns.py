@@ -20,23 +20,19 @@ PATTERNS = {
     "*.tar": ["a+b &#%.tar", "a.tar", "b.tar", "odd1.tar", "odd[1].tar", "star*.tar", "what?.tar"],
     "x/**/*.tar": ["x/a.tar", "x/run [v2]/e.tar", "x/y/b.tar", "x/y/z/c.tar"],
     "x/**": ["x/a.tar", "x/run [v2]/e.tar", "x/y/b.tar", "x/y/z/c.tar"],
-    "**/c.tar": ["x/y/z/c.tar"], "**/y/**/c.tar": ["x/y/z/c.tar"],
-    "x/**/**/b.tar": ["x/y/b.tar"],
+    "**/c.tar": ["x/y/z/c.tar"], "**/y/**/c.tar": ["x/y/z/c.tar"], "x/**/**/b.tar": ["x/y/b.tar"],
     "*/a.tar": ["run [v2]/a.tar", "run v/a.tar", "set1/a.tar", "set{1,2}/a.tar", "x-y/a.tar",
-                "x/a.tar"],
-    "run [v2]/*.tar": ["run [v2]/a.tar", "run [v2]/b.tar"],
+                "x/a.tar"], "run [v2]/*.tar": ["run [v2]/a.tar", "run [v2]/b.tar"],
     "run [v2]/a.tar": ["run [v2]/a.tar"], "run [v]/a.tar": ["run v/a.tar"],
-    "*/run [v2]/e.tar": ["x/run [v2]/e.tar"],
-    "set{1,2}/*.tar": ["set{1,2}/a.tar"], "set{1}/*.tar": ["set1/a.tar"],
-    "odd[1].tar": ["odd[1].tar"], "odd[0-9].tar": ["odd1.tar"],
+    "*/run [v2]/e.tar": ["x/run [v2]/e.tar"], "set{1,2}/*.tar": ["set{1,2}/a.tar"],
+    "set{1}/*.tar": ["set1/a.tar"], "odd[1].tar": ["odd[1].tar"], "odd[0-9].tar": ["odd1.tar"],
     "[!a-n]*.tar": ["odd1.tar", "odd[1].tar", "star*.tar", "what?.tar"],
     "?.tar": ["a.tar", "b.tar"], "what?.tar": ["what?.tar"], "star*.tar": ["star*.tar"],
     ".h*": [".hidden.tar"], "x/.cache/*": ["x/.cache/d.tar"], "x/.c*/*": ["x/.cache/d.tar"],
     "a+b &#%.tar": ["a+b &#%.tar"], "tar-{01..02}/*.tar": ["tar-01/p.tar", "tar-02/p.tar"],
     "{b,a}.tar": ["b.tar", "a.tar"], "{x/y,x-y}/*": ["x/y/b.tar", "x-y/a.tar"],
-    "tar-{02,01}/p.tar": ["tar-02/p.tar", "tar-01/p.tar"],
-    "x/*/*.tar": ["x/run [v2]/e.tar", "x/y/b.tar"],
-}
+    "tar-{02,01}/p.tar": ["tar-02/p.tar", "tar-01/p.tar"], "x/*/*.tar": ["x/run [v2]/e.tar",
+                                                                         "x/y/b.tar"]}
 NONE = ("*.tar/", "x/*/", "x/[abc", "nothing*", "x/**/nothing")
 
 

@@ -38,7 +38,7 @@ from elastic_trainer.rehearse.costs import (
     with_values,
 )
 from elastic_trainer.rehearse.entering import Draws, Entering
-from elastic_trainer.rehearse.model import Outcome, Policy, simulate, world_of
+from elastic_trainer.rehearse.model import Outcome, Policy, last_published_s, simulate, world_of
 from elastic_trainer.rehearse.outcome import larger, played_of
 from elastic_trainer.rehearse.plan import of_batch, run, short
 from elastic_trainer.rehearse.pools import (
@@ -46,12 +46,11 @@ from elastic_trainer.rehearse.pools import (
     Pool,
     lives_of,
     of_rows,
-    of_storm,
     parse_pool,
+    parse_storm,
     repeated,
+    rows_of,
 )
-from elastic_trainer.rehearse.saves import last_published_s
-from elastic_trainer.rehearse.storm import parse_storm, rows_of
 from elastic_trainer.rehearse.trace import parse_trace, read_trace
 from elastic_trainer.renamed import present
 from elastic_trainer.state.cadence import Cadence
@@ -448,7 +447,7 @@ def test_a_storm_has_the_distribution_of_the_one_that_replay_plays() -> None:
     """Without names of hosts it is drawn faster."""
     storm, seconds = parse_storm("rate=20/h,bulk=0.3,zero=0.05,notice=0.5,hours=400"), 400 * 3600.0
     found = []
-    for fleet in of_rows(rows_of(storm, 12)), lives_of(of_storm(storm, 12, 1.0), seconds, 1):
+    for fleet in of_rows(rows_of(storm, 12)), lives_of(storm.pool(12), seconds, 1):
         is_gone = np.isfinite(fleet.gone)
         counts = np.unique(fleet.gone[is_gone], return_counts=True)[1]
         found.append([counts.size, counts.sum(), (counts > 2).sum(), (counts > 4).sum(),

@@ -186,9 +186,8 @@ def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(
     for is_restarted in (False, True):
         s, lists = story(4, interval_s=0.0), []
         for turn in range(60):
-            s.cloud.answer = [
-                i for i in s.fleet if i.id != "i-2" or turn // 5 % 2 == 0 or turn > 30
-            ]
+            s.cloud.answer = [i for i in s.fleet if i.id != "i-2" or turn // 5 % 2 == 0
+                              or turn > 30]
             match turn:
                 case 12:
                     s.agent(3).drain("terminate", None)
@@ -213,17 +212,13 @@ def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(
     assert any(e["event"] == "discovery.host_held_back" for e in ends[0][1])
 
 
-WRONG = {
-    "torn": lambda text: text[: len(text) // 2],
-    "zeros": lambda text: "\0" * len(text),
-    "empty": lambda text: "",
-    "no object": lambda text: "[]",
-    "a text for a number": lambda text: text.replace('"holds": 0', '"holds": "0"'),
-    "no number": lambda text: text.replace('"launched": 1.0', '"launched": NaN'),
-    "another form": lambda text: text.replace('"holds": 0', '"holds": 0, "more": 0'),
-    "a form without": lambda text: text.replace('"doubted": [], ', ""),
-    "a short list": lambda text: text.replace('"127.0.0.1", 1]', '"127.0.0.1"]'),
-}
+WRONG = {"torn": lambda text: text[: len(text) // 2], "zeros": lambda text: "\0" * len(text),
+         "empty": lambda text: "", "no object": lambda text: "[]",
+         "a text for a number": lambda text: text.replace('"holds": 0', '"holds": "0"'),
+         "no number": lambda text: text.replace('"launched": 1.0', '"launched": NaN'),
+         "another form": lambda text: text.replace('"holds": 0', '"holds": 0, "more": 0'),
+         "a form without": lambda text: text.replace('"doubted": [], ', ""),
+         "a short list": lambda text: text.replace('"127.0.0.1", 1]', '"127.0.0.1"]')}
 
 
 @pytest.mark.parametrize("kind", WRONG)
@@ -553,10 +548,8 @@ def test_the_table_shows_since_when_for_every_host(story: Callable[..., Story],
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     """In or out; what is scheduled for later is shown, and who was refused."""
     s = story(2)
-    s.cloud.answer = [
-        replace(s.fleet[0], events=(("instance-stop", 7200.0), )),
-        replace(s.fleet[1], state="pending")
-    ]
+    s.cloud.answer = [replace(s.fleet[0], events=(("instance-stop", 7200.0),)),
+                      replace(s.fleet[1], state="pending")]
     s.poll()
     s.poll(9.0)
     rows = json.loads((s.folder / "hosts.json").read_text())["hosts"]

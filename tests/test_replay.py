@@ -33,7 +33,7 @@ from elastic_trainer.rehearse.outcome import (
     played_of,
     rows_played,
 )
-from elastic_trainer.rehearse.pools import of_rows
+from elastic_trainer.rehearse.pools import SHIPPED, Storm, of_rows, parse_storm, rows_of
 from elastic_trainer.rehearse.replay import (
     Rehearsal,
     end_of,
@@ -43,17 +43,19 @@ from elastic_trainer.rehearse.replay import (
     rows,
 )
 from elastic_trainer.rehearse.stage import Stage, started
-from elastic_trainer.rehearse.storm import SHIPPED, Storm, parse_storm, rows_of
-from elastic_trainer.rehearse.timetable import Moment, address, peak, timetable
 from elastic_trainer.rehearse.trace import (
     JOIN,
     LOSS,
     NOTICE,
+    Moment,
     Row,
+    address,
     listed,
     parse_trace,
+    peak,
     read_trace,
     text_of,
+    timetable,
 )
 from elastic_trainer.views.verify import judge
 

@@ -226,10 +226,9 @@ def test_sentences_of_like_length_come_together_when_they_are_grouped(has_column
             for i in range(SAMPLES)]
     table = datasets.Dataset.from_list(rows)
     collator = Lengths()
-    trainer = elastic_of(
-        train=table if has_column else table.remove_columns("length"), data_collator=collator,
-        train_sampling_strategy="group_by_length", gradient_accumulation_steps=1,
-        eval_strategy="no")
+    trainer = elastic_of(train=table if has_column else table.remove_columns("length"),
+                         data_collator=collator, train_sampling_strategy="group_by_length",
+                         gradient_accumulation_steps=1, eval_strategy="no")
     trainer.train()
     assert set(collator.seen) == {(4 + i,) * 4 for i in range(count)}
 

@@ -1,7 +1,7 @@
 """`lightning.Trainer.fit` on workers that come and go.
 
-script with a LightningModule → here: DataLoaders (lightning_loaders.py), optimizer and schedulers
-(lightning_rates.py), hooks (lightning_hooks.py, lightning_flow.py) → Trainer (training/trainer.py)
+script with a LightningModule → here: DataLoaders, optimizer and schedulers
+(lightning_given.py), hooks (lightning_hooks.py, lightning_flow.py) → Trainer (training/trainer.py)
 
     from elastic_trainer.adapters.lightning import fit
 
@@ -30,6 +30,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from elastic_trainer.adapters.lightning_flow import Flow
+from elastic_trainer.adapters.lightning_given import (
+    Source,
+    configured,
+    rates_of,
+    training_source,
+    validation_sources,
+)
 from elastic_trainer.adapters.lightning_hooks import (
     Callbacks,
     overrides,
@@ -37,14 +44,8 @@ from elastic_trainer.adapters.lightning_hooks import (
     refuse_module,
     sorted_out,
 )
-from elastic_trainer.adapters.lightning_loaders import (
-    Source,
-    training_source,
-    validation_sources,
-)
 from elastic_trainer.adapters.lightning_logs import Logs
 from elastic_trainer.adapters.lightning_metrics import ModuleMetrics
-from elastic_trainer.adapters.lightning_rates import configured, rates_of
 from elastic_trainer.adapters.lightning_trainer import StandIn
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.alone import alone_on_host

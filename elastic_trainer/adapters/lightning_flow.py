@@ -10,27 +10,32 @@ What always holds:
 3. What hooks, logs and metrics keep is part of the run's state.
 4. If callbacks ask for an early end, the run ends with the step that they saw. All workers must ask
    alike.
+5. All workers share the batches of a validation. Each sample counts once, and all have the same
+   sums. validation_step changes no attribute of the module, and no parameter.
 
 Source: lightning 2.6, pytorch/loops/fit_loop.py, training_epoch_loop.py and evaluation_loop.py.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
 
 from elastic_trainer.adapters.lightning_attributes import Attributes
+from elastic_trainer.adapters.lightning_given import Schedulers, Source
 from elastic_trainer.adapters.lightning_hooks import takes
-from elastic_trainer.adapters.lightning_loaders import Source
-from elastic_trainer.adapters.lightning_logs import Logs
+from elastic_trainer.adapters.lightning_logs import Kind, Logs
 from elastic_trainer.adapters.lightning_metrics import ModuleMetrics
-from elastic_trainer.adapters.lightning_rates import Schedulers
 from elastic_trainer.adapters.lightning_trainer import StandIn
-from elastic_trainer.adapters.lightning_validation import Validation
+from elastic_trainer.evaluate.evaluation import Examination
+from elastic_trainer.evaluate.sums import Found, means_of
+from elastic_trainer.training.job import Job
 from elastic_trainer.training.step import Step, end_run, log_behind, note_rates, sums_of
 from elastic_trainer.training.trainer import Trainer
 
@@ -64,6 +69,75 @@ class Outputs(dict[str, Any]):
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(OUTPUTS.format(name=name))
+
+
+class States:
+    """The metrics of the module, as an evaluation uses metrics."""
+
+    def __init__(self, flow: Any):
+        self.names = frozenset[str]()
+        self.reset, self.states = flow.metrics.reset, flow.metrics.states
+
+    def computed(self, states: Any) -> dict[str, Any]:
+        """Return nothing: the values are computed when the metrics have the totals."""
+        return {}
+
+
+class Validation(Examination):
+    """One validation of this worker's module, on one of its datasets."""
+
+    def __init__(self, job: Job, flow: Any, source: Source, number: int):
+        super().__init__(job, source.dataset, self._step, source.batch_size, source.collate,
+                         None, source.loader)
+        self._metrics: Any = States(flow)
+        self._flow, self._number, self._index = flow, number, 0
+        has_several = len(flow.validations) > 1
+        self.suffix = f"/dataloader_idx_{number}" if has_several else ""
+        step = flow.module.validation_step
+        self._takes = [takes(step, 2), has_several and takes(step, 3)]
+        self.total = Found()
+
+    def found(self, number: int, following: Sequence[int] = ()) -> Found:
+        """Compute one batch, and have the following ones read."""
+        self._index = number
+        with self._flow.metrics.apart():
+            return super().found(number, following)
+
+    def _step(self, model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        """Run validation_step, and return what it has logged."""
+        flow, module = self._flow, self._flow.module
+        with (flow._attributes["module"].constant("validation_step", "on_validation_epoch_end"),
+              flow.inside("validation_step")):
+            batch = flow.after_transfer(batch, self._number)
+            flow.logs.begin_batch(batch)
+            flow.logs.suffix = self.suffix
+            try:
+                module.validation_step(batch, *[self._index] * self._takes[0],
+                                       *[self._number] * self._takes[1])
+                found: dict[str, Any] = flow.logs.end_validation_batch()
+            finally:
+                flow.logs.drop_batch()
+                flow.logs.suffix = ""
+        return found
+
+    def means(self, total: Found) -> dict[str, Any]:
+        """Keep the sums over all batches, and return them as the event has them."""
+        self.total = total
+        means, found = means_of(total.sums), dict[str, Any]()
+        for key, (whole, _, is_finite) in total.sums.items():
+            name, *kind = json.loads(key)
+            if (place := Kind(*kind).metric) is not None:
+                found[name] = self._flow.metrics.value(place, total.states)
+            elif Kind(*kind).is_sum:
+                found[name] = float(whole) if is_finite else math.nan
+            else:
+                found[name] = means[key]
+        return found
+
+    def sums(self) -> dict[str, tuple[float, float]]:
+        """Return the totals and weights that validation_step has logged."""
+        return {key: (float(total) if is_finite else math.nan, float(weight or 0))
+                for key, (total, weight, is_finite) in self.total.sums.items()}
 
 
 class Flow:

@@ -111,19 +111,27 @@ class Files:
                 found[place] = b""
             elif not is_remote(one.url):
                 found[place] = _read_local(one)
-        try:
-            for attempt in Retrying(retry=retry_if_exception_type(_Passing), reraise=True,
-                                    stop=stop_after_attempt(ATTEMPTS)
-                                    | stop_after_delay(ATTEMPTS_S), wait=self._wait_s):
-                with attempt:
-                    self._read_missing(ranges, found)
-        except _Passing as error:
+
+        def failed() -> tuple[str, str]:
             missing = next(one for one, data in zip(ranges, found, strict=True) if data is None)
-            raise DataUnavailable(
-                f"{missing} could not be read in {ATTEMPTS} attempts: {error.__cause__!r}. Check "
-                f"that this host reaches the store (AWS_ENDPOINT_URL_S3) and that the file is "
-                f"there, then resume the run.") from error.__cause__
+            return (f"{missing} could not be read",
+                    " and that the file is there, then resume the run")
+
+        self._retried(lambda: self._read_missing(ranges, found), failed)
         return [data for data in found if data is not None]
+
+    def _retried(self, act: Callable[[], Answer], failed: Callable[[], tuple[str, str]]) -> Answer:
+        """Ask a store, again where a retry may help. Raises DataUnavailable; `failed` returns its
+        fact and the end of its remedy."""
+        try:
+            return Retrying(retry=retry_if_exception_type(_Passing), reraise=True,
+                            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_S),
+                            wait=self._wait_s)(act)
+        except _Passing as error:
+            fact, remedy = failed()
+            raise DataUnavailable(
+                f"{fact} in {ATTEMPTS} attempts: {error.__cause__!r}. Check that this host reaches "
+                f"the store (AWS_ENDPOINT_URL_S3){remedy}.") from error.__cause__
 
     def _read_missing(self, ranges: Sequence[Range], found: list[bytes | None]) -> None:
         """Read what is missing once. Raises _Passing if something still is."""
@@ -209,15 +217,7 @@ class Files:
             except Exception as error:
                 raise _Passing from _passing(Range(url, 0, 0), error)
 
-        try:
-            return Retrying(retry=retry_if_exception_type(_Passing), reraise=True,
-                            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_S),
-                            wait=self._wait_s)(asked)
-        except _Passing as error:
-            raise DataUnavailable(
-                f"{url} could not be listed in {ATTEMPTS} attempts: {error.__cause__!r}. Check "
-                f"that this host reaches the store (AWS_ENDPOINT_URL_S3), then start again."
-            ) from error.__cause__
+        return self._retried(asked, lambda: (f"{url} could not be listed", ", then start again"))
 
     def expand(self, urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
         """Return the files that patterns name (patterns.py). Raises ConfigError."""

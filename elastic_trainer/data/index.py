@@ -221,10 +221,17 @@ def require_unchanged(index: Index, place: str, sources: Sequence[Source]) -> In
     return index
 
 
-def build_or_load(files: Files, place: str, sources: Sequence[Source], kind: Kind, build: Build
-                  ) -> Index:
-    """Return the stored index, or build and store it: one process of each host does it."""
-    folder = common_folder([source.url for source in sources])
+def index_of(files: Files, urls: Any, where: Any, kind: Kind, build: Build, *, anew: bool = False,
+             how: str = "") -> Index:
+    """Return the index of files. If there is none, one process of each host builds and stores it;
+    `anew`: it is built in place of another one. Raises ConfigError."""
+    expanded = files.expand(urls)
+    place, sources = place_of(kind.name, expanded, where, how), files.describe(expanded)
+    if anew:
+        index = build(list(sources))
+        store(files, place, index, replace=True)
+        return index
+    folder = common_folder(expanded)
     found = load(files, place, folder, kind)
     if not found:
         with alone_on_host(f"index-{place}", f"builds the index {place}"):
@@ -242,13 +249,6 @@ def _built(files: Files, place: str, sources: Sequence[Source], kind: Kind, buil
     store(files, place, index)
     # Another host may have stored it first. All have to use the same.
     return load(files, place, index.folder, kind) or index
-
-
-def rebuild(files: Files, place: str, sources: Sequence[Source], kind: Kind, build: Build) -> Index:
-    """Build an index and store it in place of another one."""
-    index = build(list(sources))
-    store(files, place, index, replace=True)
-    return index
 
 
 def store(files: Files, place: str, index: Index, *, replace: bool = False) -> None:

@@ -37,8 +37,8 @@ from elastic_trainer.data.loader_process import (
     Work,
     fork_nursery,
     receive,
+    unpacked,
 )
-from elastic_trainer.data.transport import unpacked
 
 MOST_DEATHS = 3
 POLL_S = 0.1

@@ -25,11 +25,9 @@ from elastic_trainer.data.files import Files, Range, Source
 from elastic_trainer.data.index import (
     Index,
     Kind,
-    build_or_load,
     common_folder,
+    index_of,
     is_list_of_texts,
-    place_of,
-    rebuild,
     tell,
 )
 
@@ -59,11 +57,7 @@ def metadata_of(footer: bytes) -> Any:
 
 def index_parquet(files: Files, urls: Any, where: Any, *, anew: bool = False) -> Index:
     """Return the index of Parquet files; build it if there is none. Raises ConfigError."""
-    expanded = files.expand(urls)
-    place = place_of("parquet", expanded, where)
-    act = rebuild if anew else build_or_load
-    return act(files, place, files.describe(expanded), PARQUET,
-               lambda sources: build(files, sources))
+    return index_of(files, urls, where, PARQUET, lambda sources: build(files, sources), anew=anew)
 
 
 def build(files: Files, sources: list[Source]) -> Index:

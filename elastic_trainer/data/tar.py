@@ -37,12 +37,10 @@ from elastic_trainer.data.index import (
     Index,
     Kind,
     Scanned,
-    build_or_load,
     changed_meanwhile,
     common_folder,
+    index_of,
     is_list_of_texts,
-    place_of,
-    rebuild,
     tell,
 )
 
@@ -187,11 +185,8 @@ def _is_right(members: list[Member], bodies: list[bytes]) -> bool:
 def index_tars(files: Files, urls: Any, where: Any, *, anew: bool = False,
                ignore_zeros: bool = False) -> Index:
     """Return the index of archives; build it if there is none. Raises ConfigError."""
-    expanded = files.expand(urls)
-    place = place_of("tar", expanded, where, "ignore_zeros" if ignore_zeros else "")
-    act = rebuild if anew else build_or_load
-    return act(files, place, files.describe(expanded), TAR,
-               lambda sources: build(files, sources, ignore_zeros))
+    return index_of(files, urls, where, TAR, lambda sources: build(files, sources, ignore_zeros),
+                    anew=anew, how="ignore_zeros" if ignore_zeros else "")
 
 
 def build(files: Files, sources: list[Source], ignore_zeros: bool = False) -> Index:

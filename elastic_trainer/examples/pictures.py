@@ -15,7 +15,6 @@ What always holds:
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from elastic_trainer import ConfigError
+from elastic_trainer import ConfigError, ImageFolder
 
-ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".webp"}
 SHAPES = ("disc", "ring", "square", "frame", "diamond", "plus", "cross", "rows", "columns",
           "checks")
 DRAWN, DRAWN_TEST = 8192, 1024
@@ -64,8 +62,8 @@ def load(place: str, size: int | None) -> tuple[Images, Images, int, int]:
             f"files {CIFAR}. Name a folder with train/CLASS/… and val/CLASS/…, or the folder "
             f"cifar-10-batches-bin; or leave --data out.")
     size = size or 224
-    training = ImageFolder(folder / "train", size, True)
-    test = ImageFolder(folder / "val", size, False)
+    training = ImageFolder(folder / "train", Cut(size, True))
+    test = ImageFolder(folder / "val", Cut(size, False))
     if training.classes != test.classes:
         odd = sorted(set(training.classes) ^ set(test.classes))
         raise ConfigError(f"The classes {odd[:5]} of {place} are in one of train and val only. "
@@ -141,34 +139,18 @@ class Cifar(Dataset[Sample]):
         raise IndexError(index)
 
 
-class ImageFolder(Dataset[Sample]):
-    """Images of folders, one for each class, as torchvision's ImageFolder finds them."""
+class Cut:
+    """Makes a tensor of an image of Pillow: of a random part of it, or of its middle."""
 
-    def __init__(self, folder: Path, size: int, is_training: bool):
+    def __init__(self, size: int, is_training: bool):
         self.size, self.is_training = size, is_training
-        self.classes = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
-        self.files = [(path, label) for label, name in enumerate(self.classes)
-                      for path in sorted((folder / name).rglob("*"))
-                      if path.suffix.lower() in ENDINGS]
-        if not self.files:
-            raise ConfigError(f"{folder} has no images. Put them into {folder}/CLASS/.")
-        if find_spec("PIL") is None:
-            raise ConfigError("Images are read with pillow, which is not installed. Install it: "
-                              "pip install 'elastic-trainer[images]'.")
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> Sample:
-        from PIL import Image
-
-        path, label = self.files[index]
-        with Image.open(path) as file:
-            image = file.convert("RGB")
+    def __call__(self, image: Any) -> Tensor:
         box = some_box(*image.size) if self.is_training else middle_box(*image.size)
-        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box)
+        bilinear = 2  # PIL.Image.Resampling.BILINEAR
+        image = image.resize((self.size, self.size), bilinear, box)
         pixels = torch.from_numpy(numpy.array(image)).permute(2, 0, 1).float() / 255
-        return normal(mirrored(pixels) if self.is_training else pixels), label
+        return normal(mirrored(pixels) if self.is_training else pixels)
 
 
 Images = Drawn | Cifar | ImageFolder

@@ -7,11 +7,16 @@ What always holds:
 2. A pause ends when the pause of the newest change ends: changes within a pause prolong it.
 3. An attempt ends when nobody is left who trains. The next one starts from the newest checkpoint
    that was published. It loses nothing if the last workers left under notice, since they write one.
-4. Checkpoints are begun, published and dropped as in saves.py. The interval of `auto` follows the
+4. Checkpoints follow each other as in training/timing.py: the interval counts from the beginning of
+   the last one, and none begins while another one is on its way. The interval of `auto` follows the
    costs that were measured, one by one.
+5. A leave under notice begins a checkpoint at once. A loss drops the one that is on its way, and
+   RETRY_S after its beginning the next one begins.
+6. A life that is longer than REACH intervals is followed only through the last ones, from a random
+   phase.
 
-What it does not do: slow steps down while workers boot or checkpoints are sent. Goodput is a share
-of the time, so it does not depend on that.
+What it does not do: let an upload fail, or slow steps down while workers boot or checkpoints are
+sent. Goodput is a share of the time, so it does not depend on that.
 
 Source: the policies are those of driver/rounds.py (who enters, and when) and state/cadence.py. Two
 recorded replays check it (tests/test_plan.py).
@@ -20,6 +25,7 @@ recorded replays check it (tests/test_plan.py).
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -30,12 +36,13 @@ import numpy.typing as npt
 from elastic_trainer.config import Limits
 from elastic_trainer.rehearse.costs import Costs, Seconds
 from elastic_trainer.rehearse.entering import Draws, Entering
-from elastic_trainer.rehearse.pools import Flags, Floats, Lives
-from elastic_trainer.rehearse.saves import last_published_s
-from elastic_trainer.rehearse.storm import HOUR_S
+from elastic_trainer.rehearse.pools import HOUR_S, Flags, Floats, Lives
 from elastic_trainer.state.cadence import SHORTEST_S, Cadence
 
 Wholes = npt.NDArray[np.int64]
+RETRY_S = 2.0
+"""From the beginning of a checkpoint that was dropped to the next one."""
+REACH = 20
 RESTARTS = 1000
 """So many are drawn. Behind them the same ones follow again."""
 
@@ -278,3 +285,40 @@ class _Run:
 
     def _one(self, values: Sequence[float]) -> float:
         return values[int(len(values) * self.chance.random())]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+def last_published_s(whole_s: float, leaves: Sequence[float], losses: Sequence[float],
+                     next_s: Callable[[float], float], publish_s: Callable[[], float], *,
+                     first_s: float, usual_s: float) -> float:
+    """Return when the last checkpoint was begun that was published within `whole_s`; 0: none.
+
+    All are times since the first step of a life. `leaves`, `losses`: the times of hosts that left
+    under notice, and that were lost, in order. `next_s` returns the time of the next checkpoint
+    after one at a time, `publish_s` how long one is on its way. `first_s` is the time of the
+    first, `usual_s` the usual interval.
+    """
+    found, due_s, free_s, since_s = 0.0, first_s, 0.0, 0.0
+    if whole_s > REACH * usual_s:
+        found = since_s = whole_s - REACH * usual_s
+        due_s = next_s(since_s)
+    while True:
+        begun_s = max(free_s, min(due_s, _after(leaves, since_s)))
+        if begun_s >= whole_s:
+            return found
+        up_s = begun_s + publish_s()
+        lost_s = _after(losses, begun_s)
+        if lost_s < min(up_s, whole_s):
+            due_s, free_s = begun_s + RETRY_S, lost_s
+        elif up_s > whole_s:
+            return found
+        else:
+            found, due_s, free_s = begun_s, next_s(begun_s), up_s
+        since_s = max(begun_s, math.nextafter(since_s, math.inf))
+
+
+def _after(times: Sequence[float], moment: float) -> float:
+    """Return the first of the times after a moment; infinite: none."""
+    at = bisect_right(times, moment)
+    return times[at] if at < len(times) else math.inf

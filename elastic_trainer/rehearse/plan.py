@@ -24,8 +24,7 @@ from elastic_trainer.rehearse.advice import Choice, Fleet, Planner, Question
 from elastic_trainer.rehearse.costs import Costs, read_costs, with_values
 from elastic_trainer.rehearse.model import Policy
 from elastic_trainer.rehearse.outcome import work_for
-from elastic_trainer.rehearse.pools import of_rows, of_storm, parse_pool
-from elastic_trainer.rehearse.storm import HOUR_S, parse_storm
+from elastic_trainer.rehearse.pools import HOUR_S, of_rows, parse_pool, parse_storm
 from elastic_trainer.rehearse.trace import NOTICE_S, read_trace
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.wire.plain import plain
@@ -151,7 +150,7 @@ def fleet_of(options: argparse.Namespace) -> tuple[Fleet, float]:
     if options.hosts is None:
         raise ConfigError("--hosts is not given. A storm needs a number of hosts, e.g. "
                           "--hosts 100.")
-    pool = of_storm(parse_storm(options.storm), options.hosts, price)
+    pool = parse_storm(options.storm).pool(options.hosts, price)
     return Fleet(pools=(pool,)), pool.until if math.isfinite(pool.until) else month_s
 
 

@@ -1,10 +1,22 @@
-"""Pools of hosts, and the lives of their hosts: lost one by one, in bulk, or all at once.
+"""Storms and pools: fleets whose hosts are lost at random, alone, in bulk or all at once.
 
---pool, storm, trace → here → lives → model
+--storm, --pool, a trace → here → lives → model (plan); storm → here → trace (replay)
+
+The distribution:
+- Losses come at `rate` an hour, each independent of the others (a Poisson process). A pool loses
+  `loss` hosts an hour for each that it has, too.
+- A share `zero` of them takes all hosts. A share `bulk` takes several: between 2 and a quarter of
+  the fleet (2 of a small one), each number equally likely. The others take one host.
+- A share `notice` of them comes with a notice of 120 s (trace.NOTICE_S).
+- The hosts of a loss are replaced together. That takes `replace` seconds on average from the moment
+  they are gone: one half is fixed, the other one is the mean of an exponential distribution. After
+  a zero all hosts return together.
 
 What always holds:
-1. The same pool, seed and duration give the same lives. Pools do not depend on each other.
-2. A pool never loses more hosts than it has, and only a zero takes the last one.
+1. The same storm and number of hosts give the same rows, on each machine and version of Python:
+   only random.Random.random() is drawn from, whose sequence Python keeps.
+2. The same pool, seed and duration give the same lives. Pools do not depend on each other.
+3. A fleet never loses more hosts than it has, and only a zero takes the last one.
 """
 
 from __future__ import annotations
@@ -14,7 +26,7 @@ import math
 import random
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -22,11 +34,19 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.rehearse.storm import HOUR_S, Storm
-from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row
+from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row, completed
 
+HOUR_S = 3600.0
+HOURS = 24.0
+"""Of a storm that is played, if it does not say how long it lasts."""
+SHIPPED = {
+    "calm": "rate=20/h,bulk=0,notice=1,replace=60,seed=1",
+    "rough": "rate=40/h,bulk=0.4,notice=0.5,replace=60,seed=7",
+    "zeros": "rate=24/h,bulk=0.2,zero=0.4,notice=0.5,replace=90,seed=3",
+}
+"""The storms that have a name."""
 RATES, TIMES = ("loss", "rate", "crash"), ("replace", "until")
-"""The keys of a pool whose values may have a unit."""
+"""The keys whose values may have a unit."""
 MOST = 1e9
 """The largest value of a key."""
 Floats = npt.NDArray[np.float64]
@@ -61,7 +81,8 @@ class Lives(NamedTuple):
         """Return the processor's time that they take in `plan`, repeated for a time."""
         moments = np.unique(np.concatenate([self.gone, self.joined])).size
         zeros = int((self._counts() == 0).sum())
-        return cpu_s(self.joined.size, moments, zeros) * (1.0 + seconds / max(self.length_s, 1e-3))
+        return cpu_s(self.joined.size, moments, zeros, self.most) * (
+            1.0 + seconds / max(self.length_s, 1e-3))
 
     def _counts(self) -> npt.NDArray[np.int64]:
         """Return the number of hosts after each end and each beginning."""
@@ -120,59 +141,107 @@ class Pool:
             self.rate + self.hosts * self.loss / self.event_size)
         crashes = seconds / HOUR_S * self.hosts * self.crash
         return cpu_s(self.hosts + losses * self.event_size + crashes, losses + crashes,
-                     losses * self.zero)
+                     losses * self.zero, self.hosts)
 
 
-def cpu_s(lives: float, moments: float, zeros: float) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Storm:
+    """A pool for `replay`, whose number of hosts is not known yet."""
+
+    rate: float
+    """Losses an hour."""
+    bulk: float = 0.4
+    """The share of losses that take several hosts. Of the p3 trace's 79 removals 40 do."""
+    zero: float = 0.0
+    """The share of losses that take all hosts."""
+    notice: float = 0.8
+    """The share of losses with a notice."""
+    replace: float = 180.0
+    """The mean seconds until lost hosts are replaced."""
+    hours: float | None = None
+    """After this time nothing more is lost. None: 24 in a replay, and never in a plan."""
+    seed: int = 0
+
+    def pool(self, hosts: int, price: float = 1.0) -> Pool:
+        """Return the pool whose lives have this distribution."""
+        return Pool(name=f"storm {self.seed}", hosts=hosts, price=price, rate=self.rate,
+                    bulk=self.bulk, zero=self.zero, notice=self.notice, replace=self.replace,
+                    until=math.inf if self.hours is None else self.hours * HOUR_S)
+
+
+def cpu_s(lives: float, moments: float, zeros: float, hosts: int) -> float:
     """Return the processor's time that lives of hosts take in `plan`: they begin and end at
     moments, and at some of them no host is left. Measured on 2 cores, with all its choices."""
-    return 6e-6 * lives + 60e-6 * moments + 6e-3 * zeros
+    return (6e-6 + 2e-10 * hosts) * lives + 60e-6 * moments + 6e-3 * zeros
 
+
+# --- what is drawn --------------------------------------------------------------------------------
 
 def lives_of(pool: Pool, seconds: float, seed: int) -> Lives:
-    """Return what happens to a pool: by the distribution of storm.py, without names of hosts."""
-    return _Drawn(pool, seconds, seed).lives()
+    """Return what happens to a pool."""
+    return _Drawn(pool, seconds, random.Random(f"{pool.name} {seed}")).lives()
+
+
+def rows_of(storm: Storm, hosts: int) -> list[Row]:
+    """Return the trace of a storm over a fleet of this size, until all hosts are back."""
+    pool = storm.pool(hosts)
+    if storm.hours is None:
+        pool = replace(pool, until=HOURS * HOUR_S)
+    rows, found = list[Row](), _Drawn(pool, math.inf, random.Random(storm.seed)).lives()
+    for number, (joined, gone, is_noticed, _) in enumerate(
+            zip(*(column.tolist() for column in found[:4]), strict=True), 1):
+        rows.append(Row(joined, JOIN, f"host{number}"))
+        if gone < math.inf and is_noticed:
+            rows.append(Row(gone, NOTICE, f"host{number}"))
+        if gone < math.inf:
+            rows.append(Row(gone + NOTICE_S * is_noticed, LOSS, f"host{number}"))
+    return completed(rows, "--storm")
 
 
 class _Drawn:
     """A pool while its lives are drawn."""
 
-    def __init__(self, pool: Pool, seconds: float, seed: int):
-        self.pool, self.seconds = pool, seconds
-        self.chance = random.Random(f"{pool.name} {seed}")
+    def __init__(self, pool: Pool, seconds: float, chance: random.Random):
+        self.pool, self.seconds, self.draw = pool, seconds, chance.random
         self.joined, self.gone = list[float](), list[float]()
         self.noticed, self.again = list[bool](), list[bool]()
         self.here: list[int] = []
-        """The places of the hosts that are there."""
+        """The numbers of the hosts that are there, in the order of joining."""
         self.back: list[tuple[float, int]] = []
         """When how many hosts return, as a heap."""
         self._join(0.0, pool.hosts)
 
     def lives(self) -> Lives:
         """Draw event after event: the time to the next one is exponential."""
-        pool, now = self.pool, 0.0
-        per_host = pool.loss / HOUR_S / pool.event_size
+        now, known, following = 0.0, -1.0, self.seconds
         while True:
-            is_over = now >= pool.until
-            losses = 0.0 if is_over else pool.rate / HOUR_S + len(self.here) * per_host
-            rate = losses + len(self.here) * pool.crash / HOUR_S
-            following = now + self.chance.expovariate(rate) if rate else self.seconds
-            if self.back and self.back[0][0] <= min(following, self.seconds):
+            losses, rate = self._rates(now)
+            if rate != known:  # drawn again: an exponential time has no memory
+                known = rate
+                following = now + self._exponential(1.0 / rate) if rate else self.seconds
+            until = self.pool.until if now < self.pool.until else math.inf
+            if self.back and self.back[0][0] <= min(following, until, self.seconds):
                 now, count = heapq.heappop(self.back)
                 self._join(now, count)
-                continue
-            if not is_over and pool.until <= min(following, self.seconds):
-                now = pool.until  # drawn again: an exponential time has no memory
-                continue
-            if following >= self.seconds:
+            elif until <= min(following, self.seconds):
+                now, known = until, -1.0
+            elif following >= self.seconds:
                 return Lives(np.array(self.joined), np.array(self.gone), np.array(self.noticed),
                              np.array(self.again))
-            now = following
-            if self.chance.random() * rate < losses:
-                self._lose(now)
             else:
-                self._leave(1, now)
-                self._join(now, 1, again=True)
+                now, known = following, -1.0
+                if losses == rate or self.draw() * rate < losses:
+                    self._lose(now)
+                else:
+                    self._leave(1, now)
+                    self._join(now, 1, again=True)
+
+    def _rates(self, now: float) -> tuple[float, float]:
+        """Return the losses, and the losses and crashes, that come in a second."""
+        pool, here = self.pool, len(self.here)
+        losses = 0.0 if now >= pool.until else (
+            pool.rate + here * pool.loss / pool.event_size) / HOUR_S
+        return losses, losses + here * pool.crash / HOUR_S
 
     def _join(self, now: float, count: int, *, again: bool = False) -> None:
         self.here += range(len(self.joined), len(self.joined) + count)
@@ -182,39 +251,32 @@ class _Drawn:
         self.again += [again] * count
 
     def _leave(self, count: int, now: float, *, is_noticed: bool = False) -> None:
-        here, draw, gone, noticed = self.here, self.chance.random, self.gone, self.noticed
+        here, draw, gone, noticed = self.here, self.draw, self.gone, self.noticed
         for size in range(len(here), len(here) - count, -1):  # millions of hosts in a month
-            place = int(draw() * size)
-            host, last = here[place], here.pop()
-            if host != last:
-                here[place] = last
+            host = here.pop(int(draw() * size))
             gone[host], noticed[host] = now, is_noticed
 
     def _lose(self, now: float) -> None:
-        pool, kind, here = self.pool, self.chance.random(), len(self.here)
-        count = min(1, here - 1)
-        if kind < pool.zero:
-            count = here
-        elif kind < pool.zero + pool.bulk:
-            count = min(self.chance.randint(2, max(2, pool.hosts // 4)), here - 1)
-        if count < 1:
-            return
-        is_noticed = self.chance.random() < pool.notice
+        pool, here = self.pool, len(self.here)
+        kind, size, told = self.draw(), self.draw(), self.draw()
+        is_zero, is_noticed = kind < pool.zero, told < pool.notice
+        is_bulk = not is_zero and kind < pool.zero + pool.bulk
+        several = 2 + int(size * (max(2, pool.hosts // 4) - 1))
+        count = max(0, here if is_zero else min(several if is_bulk else 1, here - 1))
         self._leave(count, now, is_noticed=is_noticed)
-        if kind < pool.zero:  # until all return nobody may
+        again_s = now + NOTICE_S * is_noticed + (pool.replace
+                                                 + self._exponential(pool.replace)) / 2
+        if is_zero:  # until all return nobody may
             count += sum(others for _, others in self.back)
             self.back = []
-        again_s = now + NOTICE_S * is_noticed + (
-            pool.replace + pool.replace * self.chance.expovariate(1.0)) / 2
-        heapq.heappush(self.back, (again_s, count))
+        if count:
+            heapq.heappush(self.back, (again_s, count))
+
+    def _exponential(self, mean: float) -> float:
+        return -mean * math.log(1.0 - self.draw())
 
 
-def of_storm(storm: Storm, hosts: int, price: float) -> Pool:
-    """Return the pool whose lives have the distribution of a storm."""
-    return Pool(name=f"storm {storm.seed}", hosts=hosts, price=price, rate=storm.rate,
-                bulk=storm.bulk, zero=storm.zero, notice=storm.notice, replace=storm.replace,
-                until=math.inf if storm.hours is None else storm.hours * HOUR_S)
-
+# --- traces ---------------------------------------------------------------------------------------
 
 def of_rows(rows: Iterable[Row]) -> Lives:
     """Return the lives of a trace. A host under notice leaves the world at its notice."""
@@ -237,10 +299,9 @@ def of_rows(rows: Iterable[Row]) -> Lives:
 def merged(parts: Sequence[Lives]) -> Lives:
     """Return the lives of several pools."""
     order = np.argsort(np.concatenate([part.joined for part in parts]), kind="stable")
-    return Lives(np.concatenate([part.joined for part in parts])[order],
-                 np.concatenate([part.gone for part in parts])[order],
-                 np.concatenate([part.noticed for part in parts])[order],
-                 np.concatenate([part.again for part in parts])[order])
+    joined, gone, noticed, again = (np.concatenate(column)[order] for column in zip(
+        *((part.joined, part.gone, part.noticed, part.again) for part in parts), strict=True))
+    return Lives(joined, gone, noticed, again)
 
 
 def repeated(trace: Lives, seconds: float, seed: int) -> Lives:
@@ -269,49 +330,67 @@ def repeated(trace: Lives, seconds: float, seed: int) -> Lives:
                     trace.notice_s)
 
 
+# --- the command line -----------------------------------------------------------------------------
+
+def parse_storm(text: str) -> Storm:
+    """Read the name of a shipped storm, or its values. Raises ConfigError."""
+    known = [one.name for one in fields(Storm)]
+    given = _parsed("--storm", SHIPPED.get(text, text), known,
+                    f"one of {', '.join(SHIPPED)}, or NAME=NUMBER with {', '.join(known)}, e.g. "
+                    f"rate=12/h,bulk=0.4,zero=0.1,seed=7")
+    if not 0.0 < given.get("rate", 0.0) <= 3600.0:
+        raise ConfigError(f"--storm {text} has no rate between 0 and 3600 an hour. Use e.g. "
+                          f"rate=12/h.")
+    storm = Storm(**given | {"seed": int(given.get("seed", 0))})
+    _require_shares(f"--storm {text}", storm)
+    if (losses := (HOURS if storm.hours is None else storm.hours) * storm.rate) > 1e6:
+        raise ConfigError(f"--storm {text} has {losses:.0f} losses. Use fewer hours: a storm may "
+                          f"have 1,000,000.")
+    return storm
+
+
 def parse_pool(text: str) -> Pool:
     """Read e.g. "name=a,hosts=500,price=0.9,loss=0.05/h,replace=3min". Raises ConfigError."""
-    given: dict[str, Any] = {}
-    kinds = {one.name: one.type for one in fields(Pool)}
-    for item in text.split(","):
-        name, _, value = item.strip().partition("=")
-        try:
-            given[name] = value if kinds[name] == "str" else _value(name, value)
-        except (KeyError, ValueError) as error:
-            raise ConfigError(f"--pool has {item!r}. Use NAME=VALUE with one of "
-                              f"{', '.join(kinds)}, e.g. loss=0.05/h,replace=3min.") from error
-    for name, value in given.items():
-        if name != "name" and value > MOST:
-            raise ConfigError(f"--pool has {name} {value:g}. Use at most {MOST:g}.")
+    known = [one.name for one in fields(Pool)]
+    given = _parsed("--pool", text, known,
+                    f"NAME=VALUE with one of {', '.join(known)}, e.g. loss=0.05/h,replace=3min")
     if not 1 <= given.get("hosts", 0) == int(given.get("hosts", 0)):
         raise ConfigError(f"--pool {text!r} has no whole number of hosts. Use e.g. hosts=100.")
-    given["hosts"] = int(given["hosts"])
-    pool = Pool(**given)
-    shares = {"bulk": pool.bulk, "zero": pool.zero, "bulk + zero": pool.bulk + pool.zero,
-              "notice": pool.notice}
-    for name, share in shares.items():
-        if not 0.0 <= share <= 1.0:
-            raise ConfigError(f"--pool {pool.name} has {name} {share:g}, which is no share of the "
-                              f"losses. Use a number between 0 and 1.")
+    pool = Pool(**given | {"hosts": int(given["hosts"])})
+    _require_shares(f"--pool {pool.name}", pool)
     return pool
 
 
+def _parsed(option: str, text: str, known: Sequence[str], remedy: str) -> dict[str, Any]:
+    """Read NAME=VALUE,NAME=VALUE: numbers, but for a name. Raises ConfigError."""
+    given: dict[str, Any] = {}
+    for item in text.split(","):
+        name, _, value = item.strip().partition("=")
+        try:
+            if name not in known:
+                raise ValueError(name)
+            given[name] = value if name == "name" else _value(name, value)
+        except ValueError as error:
+            raise ConfigError(f"{option} has {item!r}. Use {remedy}.") from error
+        if name != "name" and given[name] > MOST:
+            raise ConfigError(f"{option} has {name} {given[name]:g}. Use at most {MOST:g}.")
+    return given
+
+
+def _require_shares(what: str, of: Pool | Storm) -> None:
+    shares = {"bulk": of.bulk, "zero": of.zero, "notice": of.notice,
+              "bulk + zero": of.bulk + of.zero}
+    for name, share in shares.items():
+        if not 0.0 <= share <= 1.0:
+            raise ConfigError(f"{what} has {name} {share:g}, which is no share of the losses. Use "
+                              f"a number between 0 and 1.")
+
+
 def _value(name: str, text: str) -> float:
-    """Read the value of a key: one in an hour, a time, or a number. Raises ValueError."""
-    is_each, has_unit = "/" in text, text[-1:].isalpha()
-    if is_each and name not in RATES or has_unit and not is_each and name not in TIMES:
+    """Read the value of a key, with its unit: "0.05/h" an hour, "3min" in seconds. Raises
+    ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)(?:(/?)(s|min|m|h|day|d))?", text)
+    if not found or found[3] and name not in (RATES if found[2] else TIMES):
         raise ValueError(text)
-    return number(text)
-
-
-def number(text: str) -> float:
-    """Read a number with a unit: "0.05/h" an hour, "3min" in seconds. Raises ValueError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e-?\d+)?)(/?)(s|min|m|h|day|d)?", text)
-    if not found:
-        raise ValueError(text)
-    value, slash, unit = float(found[1]), found[2], found[3]
-    if slash and not unit:
-        raise ValueError(text)
-    if slash:
-        return value * HOUR_S / _SCALES[unit]  # an hour
-    return value * _SCALES[unit] if unit else value
+    value, scale = float(found[1]), _SCALES[found[3]] if found[3] else 1.0
+    return value * HOUR_S / scale if found[2] else value * scale

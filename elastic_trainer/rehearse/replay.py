@@ -37,7 +37,7 @@ from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.host.options import Parser
 from elastic_trainer.measure.memory import gibibytes, limit_bytes
-from elastic_trainer.rehearse import storm, trace
+from elastic_trainer.rehearse import pools, trace
 from elastic_trainer.rehearse.outcome import (
     Outcome,
     cost_of_useful_hour,
@@ -47,7 +47,7 @@ from elastic_trainer.rehearse.outcome import (
     rows_played,
 )
 from elastic_trainer.rehearse.stage import Stage, play, started
-from elastic_trainer.rehearse.timetable import Moment, peak, timetable
+from elastic_trainer.rehearse.trace import Moment, peak, timetable
 from elastic_trainer.wire.plain import plain, plain_output
 
 HOSTS, SPEED = 4, 10.0
@@ -129,7 +129,7 @@ def parser_of(examples: Sequence[str]) -> Parser:
     add = parser.add_argument
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--storm", metavar="NAME|rate=12/h,…",
-                       help=f"a shipped storm ({', '.join(storm.SHIPPED)}), or one of your own: "
+                       help=f"a shipped storm ({', '.join(pools.SHIPPED)}), or one of your own: "
                             f"rate=12/h,bulk=0.4,zero=0.1,notice=0.8,replace=180,hours=24,seed=7")
     which.add_argument("--trace", type=Path, metavar="FILE",
                        help="a recorded fleet: CSV of time_s,event,host, or of "
@@ -215,7 +215,7 @@ def rows_of(options: argparse.Namespace) -> list[trace.Row]:
     """Return the rows of the trace or the storm. Raises ConfigError."""
     if options.trace:
         return trace.read_trace(options.trace, options.notice)
-    return storm.rows_of(storm.parse_storm(options.storm), hosts_of(options.hosts, HOSTS))
+    return pools.rows_of(pools.parse_storm(options.storm), hosts_of(options.hosts, HOSTS))
 
 
 def hosts_of(wanted: int | None, most: int) -> int:

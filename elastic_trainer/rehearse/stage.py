@@ -28,7 +28,7 @@ from elastic_trainer.events.log import Events
 from elastic_trainer.host.modes import make_folder, write_text
 from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.host.processes import is_worker
-from elastic_trainer.rehearse.timetable import Moment
+from elastic_trainer.rehearse.trace import Moment
 from elastic_trainer.views.status import Status
 
 DISCOVERY = Path(__file__).resolve().parent.parent / "discovery" / "__main__.py"

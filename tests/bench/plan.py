@@ -49,7 +49,7 @@ from bounded import bounded
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.events.summary import read_run
 from elastic_trainer.rehearse.costs import costs_of
-from elastic_trainer.rehearse.storm import Storm, parse_storm, rows_of
+from elastic_trainer.rehearse.pools import Storm, parse_storm, rows_of
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row, text_of
 
 LIMIT_POINTS = 3.0

@@ -57,57 +57,38 @@ resource "aws_vpc_endpoint" "s3" {
 # by nobody: neither another bucket with the machines' own permissions, nor one with permissions
 # that somebody has brought along.
 data "aws_iam_policy_document" "through_s3" {
-  # The principals of a gateway endpoint can be limited by this condition only.
-  statement {
-    actions   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"]
-    resources = ["${local.run}/*"]
-
-    principals {
-      type        = "*"
-      identifiers = ["*"]
-    }
-
-    condition {
-      test     = "StringEquals"
-      variable = "aws:PrincipalArn"
-      values   = [for role in aws_iam_role.machine : role.arn]
-    }
-  }
-
-  statement {
-    actions   = ["s3:ListBucket"]
-    resources = [local.bucket]
-
-    principals {
-      type        = "*"
-      identifiers = ["*"]
-    }
-
-    condition {
-      test     = "StringEquals"
-      variable = "aws:PrincipalArn"
-      values   = [for role in aws_iam_role.machine : role.arn]
-    }
-  }
-
   dynamic "statement" {
-    for_each = var.data_buckets
+    for_each = concat([
+      {
+        actions   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"]
+        resources = ["${local.run}/*"]
+        roles     = [for role in aws_iam_role.machine : role.arn]
+      },
+      {
+        actions   = ["s3:ListBucket"]
+        resources = [local.bucket]
+        roles     = [for role in aws_iam_role.machine : role.arn]
+      }
+      ], [for bucket in var.data_buckets : {
+        actions   = ["s3:GetObject", "s3:ListBucket"]
+        resources = ["${local.arn}:s3:::${bucket}", "${local.arn}:s3:::${bucket}/*"]
+        roles     = [aws_iam_role.machine["workers"].arn]
+    }])
 
     content {
-      actions = ["s3:GetObject", "s3:ListBucket"]
-      resources = [
-        "${local.arn}:s3:::${statement.value}", "${local.arn}:s3:::${statement.value}/*",
-      ]
+      actions   = statement.value.actions
+      resources = statement.value.resources
 
       principals {
         type        = "*"
         identifiers = ["*"]
       }
 
+      # The principals of a gateway endpoint can be limited by this condition only.
       condition {
         test     = "StringEquals"
         variable = "aws:PrincipalArn"
-        values   = [aws_iam_role.machine["workers"].arn]
+        values   = statement.value.roles
       }
     }
   }
