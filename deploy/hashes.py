@@ -97,8 +97,13 @@ def listed(text: str) -> dict[str, list[str]]:
     return found
 
 
+def normal(name: str) -> str:
+    """Return the one spelling of a Python package's name."""
+    return re.sub("[-_.]+", "-", name).lower()
+
+
 def _pin(name: str, version: str) -> str:
-    return f"{re.sub('[-_.]+', '-', name).lower()}=={version}"
+    return f"{normal(name)}=={version}"
 
 
 # ---- deciding ----

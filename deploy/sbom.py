@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from hashes import BUILT_FROM_SOURCE, licence
+from hashes import BUILT_FROM_SOURCE, licence, normal
 
 OURS = "elastic-trainer"
 VULNERABILITIES = Path(__file__).with_name("vulnerabilities.json")
@@ -49,11 +49,6 @@ def component(kind: str, name: str, version: str, purl: str,
 def of_pypi(name: str, version: str) -> str:
     """Return the purl of a Python package."""
     return f"pkg:pypi/{normal(name)}@{quote(version)}"
-
-
-def normal(name: str) -> str:
-    """Return the one spelling of a Python package's name."""
-    return re.sub("[-_.]+", "-", name).lower()
 
 
 def of_python() -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ What always holds:
 1. A host with a notice of the cloud never comes back: its id is excluded until the cloud forgets
    it. A host whose agent was only stopped comes back with its next agent.
 2. The oldest stable host comes first, because it becomes rank 0. A host that returned within
-   flap_window_s stands behind the others while it stays.
+   flap_window_s stands after the others while it stays.
 3. Arrivals are batched: each join costs a pause, so hosts that arrive within seconds of each other
    enter together. They wait only while another host stays on the list: it is never empty for them.
 4. A host that comes and goes, by its agent or in the cloud's answers, is held back, for longer each

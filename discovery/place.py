@@ -2,6 +2,13 @@
 
 places/NAME.py → here → poll (the coordinator's side), health (the host's side)
 
+A host's way to a worker, in the order of the files:
+1. place: its machines with their slots (places/NAME.py), as the cloud reports them.
+2. agent: the host reports whether it is ready, draining or sick (health.py, agent.py, client.py).
+3. poller: it asks both (questions.py), decides (hosts.py), and replaces the hosts file (poll.py).
+4. discovery script: prints the hosts file for the driver (__main__.py, `hosts-file`).
+5. driver: starts a worker on each slot (elastic_trainer/driver/).
+
 What always holds:
 1. An answer is complete, or PlaceUnavailable is raised: unknown is never empty.
 2. A host's name belongs to one incarnation. A place that gives a name again makes it unique.

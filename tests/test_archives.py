@@ -69,9 +69,9 @@ ENDS = {
     "an archive behind much padding": (bytes(10240) + member("c.txt") + END, "data after its end"),
     "an archive behind one block of zeros": (bytes(BLOCK) + member("c.txt") + END,
                                              "data after its end"),
-    "no end": (b"", "is cut off behind b.txt.*ignore_zeros"),
-    "one block of zeros": (bytes(BLOCK), "is cut off behind b.txt"),
-    "one block and a part of one": (bytes(BLOCK + 100), "is cut off behind b.txt"),
+    "no end": (b"", "is cut off after b.txt.*ignore_zeros"),
+    "one block of zeros": (bytes(BLOCK), "is cut off after b.txt"),
+    "one block and a part of one": (bytes(BLOCK + 100), "is cut off after b.txt"),
 }
 
 

@@ -285,10 +285,10 @@ def _require_intervals(epochs: int, interval: int | float, steps_per_epoch: int)
                           f"steps. Use a share of an epoch (0.25), or a number of steps.")
 
 
-# --- behind the training --------------------------------------------------------------------------
+# --- after the training --------------------------------------------------------------------------
 
 def _tear_down(flow: Flow, asked: Callbacks, elastic: Trainer) -> None:
-    """Run the hooks behind the training, as Lightning orders them."""
+    """Run the hooks after the training, as Lightning orders them."""
     seen, module, steps = flow.seen, flow.module, elastic.result.steps
     seen._at(None, seen._epoch or -(-steps // seen.num_training_batches), steps)
     best = elastic.result.best

@@ -1,6 +1,6 @@
 """Plain attributes of modules and callbacks: part of the run's state, and constant within a batch.
 
-hooks behind a step change self.weight → here → checkpoint, newcomer; training_step changes
+hooks after a step change self.weight → here → checkpoint, newcomer; training_step changes
 self.losses → here → an error
 
 What always holds:

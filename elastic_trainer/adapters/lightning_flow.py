@@ -3,7 +3,7 @@
 steps of a Trainer → here → hooks, logs, validations, early stopping → lightning.py
 
 What always holds:
-1. Hooks behind a batch run on every worker, once per finished step, with the same numbers.
+1. Hooks after a batch run on every worker, once per finished step, with the same numbers.
 2. The hooks before a batch run at the end of the step before. So what they change is in the state.
    In the first step of a process they run before this worker has joined the run, with the numbers
    of step 0. What they change in attributes is then replaced by the run's.
@@ -40,10 +40,10 @@ from elastic_trainer.training.step import Step, end_run, log_behind, note_rates,
 from elastic_trainer.training.trainer import Trainer
 
 BATCH = (
-    "a hook behind a batch has used `batch`, but the batch of a step is shared by all workers. Use "
+    "a hook after a batch has used `batch`, but the batch of a step is shared by all workers. Use "
     "it in training_step, and log what is needed with self.log.")
 OUTPUTS = (
-    "a hook behind a batch has used outputs[{name!r}]. It has \"loss\" alone: the outputs of "
+    "a hook after a batch has used outputs[{name!r}]. It has \"loss\" alone: the outputs of "
     "training_step stay with the worker that computed them. Log them with self.log.")
 SKIPPED = (
     "on_train_batch_start returned -1, which would leave the rest of the epoch out. The order of "
@@ -219,10 +219,10 @@ class Flow:
         owner = data if data is not None and has_own_transfer(data) else self.module
         return owner.on_after_batch_transfer(batch, dataloader)
 
-    # --- behind a step ----------------------------------------------------------------------------
+    # --- after a step ----------------------------------------------------------------------------
 
     def end_step(self, step: Step, elastic: Trainer) -> None:
-        """Run what stands behind the batches of a step, on every worker alike."""
+        """Run what stands after the batches of a step, on every worker alike."""
         seen, logs, number = self.seen, self.logs, step.number
         epoch, place = divmod(number, seen.num_training_batches)
         seen._at(step, epoch)

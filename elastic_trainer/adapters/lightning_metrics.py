@@ -129,7 +129,7 @@ class ModuleMetrics:
                                        for state in one._defaults})
 
     def computed(self, place: str) -> Any:
-        """Return the value of a metric; with "@step" behind the place, that of the last step."""
+        """Return the value of a metric; with "@step" after the place, that of the last step."""
         where, _, of_step = place.partition("@")
         one = self._of_step.get(where) if of_step else self._all[where]
         if one is None or not one.update_count:

@@ -105,7 +105,7 @@ class StandIn:
         self._elastic = elastic
 
     def _at(self, step: Step | None, epoch: int, finished: int = 0) -> None:
-        """Note where the run is: in this step, or, without one, behind so many steps."""
+        """Note where the run is: in this step, or, without one, after so many steps."""
         self._step, self._epoch, self._finished = step, epoch, finished
 
     @property
@@ -161,7 +161,7 @@ class StandIn:
         return next(iter(self.early_stopping_callbacks), None)
 
     def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: checkpoints are written behind the training."""
+        """Refuse: checkpoints are written in the background."""
         raise ConfigError(
-            "trainer.save_checkpoint() is not supported: checkpoints are written behind the "
-            "training (fit(checkpoint_every=…)). Save module.state_dict() when fit() has returned.")
+            "trainer.save_checkpoint() is not supported: checkpoints are written in the "
+            "background (fit(checkpoint_every=…)). Save module.state_dict() when fit() has returned.")

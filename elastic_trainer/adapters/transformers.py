@@ -164,7 +164,7 @@ class Elastic(Base):  # type: ignore[misc]
         for step in self.elastic:
             flow.begin_step()
             for inputs in step:
-                if self.control.should_training_stop:  # set behind the last step, on every worker
+                if self.control.should_training_stop:  # set after the last step, on every worker
                     step.stop("a callback has set control.should_training_stop")
                 self._compute(step, inputs)
             self.is_first = self.elastic.is_first
@@ -256,7 +256,7 @@ class Elastic(Base):  # type: ignore[misc]
                  metric_key_prefix: str = "eval") -> dict[str, float]:
         """Evaluate the model on every worker, and return the same metrics on each.
 
-        Call it in the script before or behind train(). In train() eval_strategy does it.
+        Call it in the script before or after train(). In train() eval_strategy does it.
         """
         given = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(given, str):  # one of several, by its name

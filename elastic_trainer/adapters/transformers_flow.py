@@ -1,6 +1,6 @@
 """The callbacks of a `transformers.Trainer`, in their order, and what they and it keep.
 
-steps of a run → here → callbacks, logs, evaluations, the wish to stop → transformers.py
+steps of a run → here → callbacks, logs, evaluations, the stop request → transformers.py
 
 What always holds:
 1. All callbacks run on every worker, once per finished step, with the same TrainerState. Only
@@ -36,7 +36,7 @@ NEVER_CALLED = {
                              "on_optimizer_step, which sees the gradient as it was applied",
     "on_substep_end": "a worker computes some of the micro-batches of a step. Use on_step_end",
     "on_prediction_step": "a worker computes some of the batches. Use on_evaluate",
-    "on_save": "checkpoints are written behind the training, and not into "
+    "on_save": "checkpoints are written in the background, and not into "
                "output_dir/checkpoint-N. Use on_step_end or on_epoch_end, and `elastic-trainer "
                "checkpoints export` for the weights of a step",
 }
@@ -79,7 +79,7 @@ class Flow:
         self.call("on_step_begin")
 
     def end_step(self, step: Step) -> None:
-        """Run what stands behind the batches of a step, on every worker alike."""
+        """Run what stands after the batches of a step, on every worker alike."""
         hf, state, numbers = self.hf, self.hf.state, self.numbers
         rate, norm = applied(step)
         was_stopping = hf.control.should_training_stop
@@ -107,7 +107,7 @@ class Flow:
 
     def _log_and_evaluate(self, rate: float, norm: torch.Tensor | None, *,
                           evaluates: bool) -> None:
-        """Do what the callbacks ask for. The step behind the wish to stop is not evaluated:
+        """Do what the callbacks ask for. the step after the stop request is not evaluated:
         transformers does not do that step."""
         hf, state = self.hf, self.hf.state
         if hf.control.should_log and state.global_step > self._logged_at:

@@ -118,7 +118,7 @@ def cut_off(url: str, size: int, after: str, *, is_whole: bool = False) -> Confi
     """Return the error for an archive that ends too early; `is_whole`: between two files."""
     remedy = (", or read it as it is with ignore_zeros=True (--ignore-zeros), if it has all files"
               if is_whole and size else "")
-    return ConfigError(f"{url} is cut off behind {after}: it has {size} bytes and no end of "
+    return ConfigError(f"{url} is cut off after {after}: it has {size} bytes and no end of "
                        f"archive (two blocks of zeros). Copy it again, or close the archive when "
                        f"it is written{remedy}.")
 
@@ -135,7 +135,7 @@ def _parsed(url: str, block: bytes, at: int) -> tarfile.TarInfo:
 
 
 def _end(url: str, stream: Bytes, at: int, size: int, last: str, ignore_zeros: bool) -> int:
-    """Return the first byte behind zeros at the end of an archive, or its size."""
+    """Return the first byte after zeros at the end of an archive, or its size."""
     zeros = at
     while at < size:
         piece = stream.read(PIECE) if at != zeros else ZEROS + stream.read(PIECE)

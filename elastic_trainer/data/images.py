@@ -7,7 +7,7 @@ folder → the list of its images (in a store: an index, once) → here → (ima
 What always holds:
 1. Classes, their numbers and the order of the samples are those of torchvision's ImageFolder.
 2. In a store, the list is an index that is built once. Files that were added, removed or changed
-   behind it are an error.
+   after it are an error.
 
 What it does not do: find classes of images quickly in a store with millions of objects. The store
 lists 1000 of them with one request. TarShards reads archives of images.

@@ -90,7 +90,7 @@ class Reader:
 
     @property
     def seeds_samples(self) -> bool:
-        """True if each sample has a seed of its own: then a micro-batch is seeded again behind
+        """True if each sample has a seed of its own: then a micro-batch is seeded again after
         it."""
         return self.loader is not None
 
@@ -144,7 +144,7 @@ class Reader:
              indices: numpy.ndarray | None = None) -> Any:
         """Return the batch of a key, whose samples are `indices` if the caller knows them.
 
-        Loader processes read those of `ahead` behind it. `check` is called while they are waited
+        Loader processes read those of `ahead` after it. `check` is called while they are waited
         for, and may raise. Raises what dataset and collate raise, RuntimeError for a dataset that
         was changed, and LoaderKilled.
         """
@@ -268,7 +268,7 @@ class BatchRecipe:
 
 
 def keys_after(key: Key, schedule: Schedule, mine: Iterable[int], phases: int) -> Iterator[Key]:
-    """Yield the keys of a worker's micro-batches behind one of them, to the end of the run."""
+    """Yield the keys of a worker's micro-batches after one of them, to the end of the run."""
     (step, first), microbatches = key[:2], list(mine)
     for now in range(step, schedule.steps):
         for phase in range(first if now == step else 0, phases):

@@ -108,7 +108,7 @@ class Pool:
     # --- batches ----------------------------------------------------------------------------------
 
     def take(self, key: Key, ahead: Iterable[Key], check: Callable[[], None]) -> Any:
-        """Return the batch of `key`, and have those of `ahead` read behind it.
+        """Return the batch of `key`, and have those of `ahead` read after it.
 
         `check` is called while this waits; what it raises ends the wait. Raises what the dataset
         raises, and LoaderKilled.

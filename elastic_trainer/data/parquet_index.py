@@ -224,7 +224,7 @@ def _flaw(index: Index) -> str:
         return "it names files that it does not have"
     sizes = numpy.array([source.size for source in index.sources], "<u8")
     if (arrays["footer"] >= sizes).any():
-        return "it has footers behind the end of their file"
+        return "it has footers after the end of their file"
     return ""
 
 

@@ -6,7 +6,7 @@ archives → index (once) → here → blocks: the bytes of a sample are one ran
 
 What always holds:
 1. Files in a row whose names are the same up to the first dot of the last part are one sample. What
-   is behind that dot is the name of a field, in lower case.
+   is after that dot is the name of a field, in lower case.
 2. Every field has a CRC32 in the index, which is verified at each reading.
 3. Each byte of an archive is accounted for when its index is built (archive.py). What is no field
    of a sample is told with its number and place, and so is a name that may not mean what it says.
@@ -61,7 +61,7 @@ class TarShards:
     Pillow), "bytes", or a dict from a field to a function of its bytes. `transform` is called with
     each sample. `cache` is a folder of this host that holds at most `cache_bytes` of data from
     stores, for all processes. `index` is the folder of the index (default: beside the data).
-    `ignore_zeros` reads an archive on behind its end, as it is where archives were joined, or where
+    `ignore_zeros` reads an archive on after its end, as it is where archives were joined, or where
     the end is missing.
 
     Raises ConfigError.
@@ -323,7 +323,7 @@ def _why_no_field(name: str) -> str:
 
 def _too_many(source: Source, key: str, name: str) -> ConfigError:
     return ConfigError(f"{source.url} has {key}.{name}, and with it the archives have more than "
-                       f"{MOST_FIELDS} different fields. What is behind the first dot of a name is "
+                       f"{MOST_FIELDS} different fields. What is after the first dot of a name is "
                        f"a field: write 000001.txt, and no dot in what names the sample.")
 
 
@@ -379,7 +379,7 @@ def _flaw(index: Index) -> str:
     most = numpy.repeat(of_file[arrays["file"]], numpy.diff(first))
     start, size = arrays["offset"], arrays["size"]
     if (start > most).any() or (size > most - start).any():
-        return "it has fields behind the end of their file"
+        return "it has fields after the end of their file"
     inner = numpy.ones(fields, bool)
     inner[first[:-1]] = False
     if not facts["has_links"] and (start[1:] < start[:-1] + size[:-1])[inner[1:]].any():

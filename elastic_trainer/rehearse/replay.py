@@ -201,7 +201,7 @@ def check(options: argparse.Namespace, others: Sequence[str], command: Sequence[
     for name in ("example", "steps", "seed"):
         if command and getattr(options, name) is not None:
             raise ConfigError(f"--{name} is an option of the demo, and a command is given. If it "
-                              f"is your script's option, put it behind the script's name.")
+                              f"is your script's option, put it after the script's name.")
     for name, least in (("speed", 0.001), ("notice", 0.0)):
         if not least <= getattr(options, name) <= 1e6:
             raise ConfigError(f"--{name} is {getattr(options, name):g}. Use a number from "

@@ -108,7 +108,7 @@ def text_of(rows: Iterable[Row]) -> str:
 
 def completed(rows: Iterable[Row], source: str, notice_s: float = NOTICE_S, *,
               announces: bool = False, may_end_empty: bool = False) -> list[Row]:
-    """Return rows in the order of time, from 0 s on, with a loss behind each notice.
+    """Return rows in the order of time, from 0 s on, with a loss after each notice.
 
     `announces`: each loss gets a notice, too. Raises ConfigError for rows that contradict each
     other, or that leave no host at the end, unless they `may_end_empty`.
