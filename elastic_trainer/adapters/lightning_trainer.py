@@ -163,5 +163,5 @@ class StandIn:
     def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse: checkpoints are written in the background."""
         raise ConfigError(
-            "trainer.save_checkpoint() is not supported: checkpoints are written in the "
-            "background (fit(checkpoint_every=…)). Save module.state_dict() when fit() has returned.")
+            "trainer.save_checkpoint() is not supported: checkpoints are written in the background "
+            "(fit(checkpoint_every=…)). Save module.state_dict() when fit() has returned.")
