@@ -223,7 +223,7 @@ class _Drawn:
             if self.back and self.back[0][0] <= min(following, until, self.seconds):
                 now, count = heapq.heappop(self.back)
                 self._join(now, count)
-            elif until <= min(following, self.seconds):
+            elif until < math.inf and until <= min(following, self.seconds):
                 now, known = until, -1.0
             elif following >= self.seconds:
                 return Lives(np.array(self.joined), np.array(self.gone), np.array(self.noticed),
