@@ -152,10 +152,8 @@ def planned(report: Mapping[str, Any]) -> Iterator[Wanted]:
 def licence(metadata: Mapping[str, Any]) -> str:
     """Return the licence in a package's metadata (as JSON); "" if it has none."""
     field = str(metadata.get("license") or "").replace(UNSPECIFIC, "")
-    names = [
-        line.split(" :: ")[-1] for line in metadata.get("classifier", [])
-        if line.startswith("License :: ")
-    ]
+    names = [line.split(" :: ")[-1] for line in metadata.get("classifier", [])
+             if line.startswith("License :: ")]
     return str(
         metadata.get("license_expression") or (field if len(field) < SHORT else "")
         or ", ".join(names))
@@ -167,10 +165,8 @@ def licence(metadata: Mapping[str, Any]) -> str:
 def offered(pins: list[str], python: str, processor: str,
             *with_needs: str) -> list[dict[str, Any]]:
     """Return the wheels that pip would install of these; prints which have none."""
-    tags = [
-        *(f"manylinux_2_{minor}" for minor in range(28, 4, -1)), "manylinux2014", "manylinux2010",
-        "manylinux1"
-    ]
+    tags = [*(f"manylinux_2_{minor}" for minor in range(28, 4, -1)), "manylinux2014",
+            "manylinux2010", "manylinux1"]
     while True:
         done = subprocess.run(
             [

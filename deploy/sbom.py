@@ -76,9 +76,7 @@ def of_python() -> Iterator[dict[str, Any]]:
 def of_dpkg(system: dict[str, str], doc: Path = Path("/usr/share/doc")) -> Iterator[dict[str, Any]]:
     """Yield the packages that dpkg has installed."""
     listed = subprocess.run(["dpkg-query", "--show", f"--showformat={' '.join(FIELDS)}\n"],
-                            capture_output=True,
-                            text=True,
-                            check=True)
+                            capture_output=True, text=True, check=True)
     for line in listed.stdout.splitlines():
         status, *rest = line.split()
         if status != "ii":

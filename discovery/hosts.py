@@ -175,11 +175,9 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
     if 2 * len(unexplained) > len(history.listed) and not set(unexplained) <= set(history.doubted):
         return _doubt(unexplained, listed, reasons, past, replace(history, unheard=unheard))
     past = {i: replace(p, is_listed=i in listed) for i, p in past.items()}
-    past |= {
-        i: replace(p, is_listed=False, first_fit=None, first_unfit=None)
-        for i, p in history.past.items()
-        if i not in past and now - p.seen_at <= policy.flap_window_s
-    }
+    past |= {i: replace(p, is_listed=False, first_fit=None, first_unfit=None)
+             for i, p in history.past.items() if i not in past
+             and now - p.seen_at <= policy.flap_window_s}
     ordered = sorted((i for i in instances if i.id in listed),
                      key=lambda i: (len(past[i.id].arrivals) > 1, i.launched, i.id))
     return Decision(tuple((i.name, i.slots) for i in ordered), reasons,

@@ -59,12 +59,10 @@ def recall(text: str, now: float) -> Memory:
     def later(at: float | None) -> float | None:
         return None if at is None else at + by
 
-    past = {
-        identity: replace(p, first_fit=later(p.first_fit), first_unfit=later(p.first_unfit),
-                          heard_at=later(p.heard_at), held_until=p.held_until + by,
-                          seen_at=p.seen_at + by, arrivals=tuple(at + by for at in p.arrivals))
-        for identity, p in memory.history.past.items()
-    }
+    past = {identity: replace(p, first_fit=later(p.first_fit), first_unfit=later(p.first_unfit),
+                              heard_at=later(p.heard_at), held_until=p.held_until + by,
+                              seen_at=p.seen_at + by, arrivals=tuple(at + by for at in p.arrivals))
+            for identity, p in memory.history.past.items()}
     logged_at = {code: at + by for code, at in memory.reported.logged_at.items()}
     return replace(memory, clock=now, history=replace(memory.history, past=past),
                    reported=replace(memory.reported, logged_at=logged_at))

@@ -52,13 +52,11 @@ STANDARD, GPU, ON_DEMAND, P = "L-34B43A08", "L-3819A6DF", "L-1216C47A", "L-7212C
 WISH = Wish(region="eu-central-1", bucket="my-training", name="gpt-1", workers=4,
             instance_types=["c6i.2xlarge", "m6i.2xlarge"], zones=[], coordinator_type="m6i.large",
             image_id=None, worker_disk_gb=30)
-KINDS = {
-    "c6i.2xlarge": Kind(vcpus=8, is_spot=True), "m6i.2xlarge": Kind(vcpus=8, is_spot=True),
-    "m6i.large": Kind(vcpus=2, is_spot=True), "g5.xlarge": Kind(vcpus=4, is_spot=True),
-    "g5.12xlarge": Kind(vcpus=48, is_spot=True), "p4d.24xlarge": Kind(vcpus=96, is_spot=True),
-    "m7g.large": Kind(vcpus=2, is_spot=True, architectures=("arm64",)),
-    "mac2.metal": Kind(vcpus=8, is_spot=False),
-}
+KINDS = {"c6i.2xlarge": Kind(vcpus=8, is_spot=True), "m6i.2xlarge": Kind(vcpus=8, is_spot=True),
+         "m6i.large": Kind(vcpus=2, is_spot=True), "g5.xlarge": Kind(vcpus=4, is_spot=True),
+         "g5.12xlarge": Kind(vcpus=48, is_spot=True), "p4d.24xlarge": Kind(vcpus=96, is_spot=True),
+         "m7g.large": Kind(vcpus=2, is_spot=True, architectures=("arm64",)),
+         "mac2.metal": Kind(vcpus=8, is_spot=False)}
 ZONES = ["eu-central-1a", "eu-central-1b", "eu-central-1c"]
 EVERYWHERE = {zone: set(KINDS) for zone in ZONES}
 FEW_IN_B = EVERYWHERE | {"eu-central-1b": {"m6i.large"}}

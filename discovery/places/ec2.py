@@ -40,7 +40,6 @@ MAY_NOT_ASK = (
     "The group lacks machines, and the coordinator may not ask why. Its role needs "
     "autoscaling:DescribeScalingActivities (deploy/terraform/fleet/iam.tf): apply, and check that "
     "no policy of your organization denies it.")
-HOST_NAMES = ("private-dns", "private-ip")
 LIVING = ["pending", "running", "shutting-down", "stopping"]
 
 

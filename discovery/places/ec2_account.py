@@ -96,12 +96,11 @@ class Account:
     def running(self) -> list[Running]:
         """Return the machines that count against quotas."""
         states = filters(instance_state_name=["pending", "running"])
-        return [
-            Running(type=one["InstanceType"], is_spot=one.get("InstanceLifecycle") == "spot",
-                    fleet={tag["Key"]: tag["Value"] for tag in one.get("Tags", [])}.get("Fleet", "")
-                    )
-            for reservation in self._all("describe_instances", "Reservations", Filters=states)
-            for one in reservation["Instances"]]
+        return [Running(type=one["InstanceType"], is_spot=one.get("InstanceLifecycle") == "spot",
+                        fleet={tag["Key"]: tag["Value"] for tag in one.get("Tags", [])}.get("Fleet",
+                                                                                            ""))
+                for reservation in self._all("describe_instances", "Reservations", Filters=states)
+                for one in reservation["Instances"]]
 
     def limit(self, code: str) -> float:
         """Return a quota of EC2's; AWS's default where the account has no value of its own."""

@@ -128,10 +128,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _mapping_on(batch: Mapping[Any, Any], device: torch.device) -> Any:
-    moved = {
-        key: now
-        for key, value in batch.items() if (now := to_device(value, device)) is not value
-    }
+    moved = {key: now for key, value in batch.items()
+             if (now := to_device(value, device)) is not value}
     if not moved:
         return batch
     if isinstance(batch, MutableMapping):
@@ -158,10 +156,8 @@ def _sequence_on(batch: Any, device: torch.device) -> Any:
 def _dataclass_on(batch: Any, device: torch.device) -> Any:
     names = {field.name for field in fields(batch)} | getattr(batch, "__dict__", {}).keys()
     values = {name: getattr(batch, name) for name in sorted(names) if hasattr(batch, name)}
-    moved = {
-        name: now
-        for name, value in values.items() if (now := to_device(value, device)) is not value
-    }
+    moved = {name: now for name, value in values.items()
+             if (now := to_device(value, device)) is not value}
     if not moved:
         return batch
     # Not replace(): it would need InitVars again, and refuses fields with init=False.
@@ -202,11 +198,9 @@ def _parts(value: Any) -> Iterable[Any]:
         return value
     slots = (name for kind in type(value).__mro__
              for name in _names(getattr(kind, "__slots__", ())))
-    return [
-        *getattr(value, "__dict__", {}).values(),
-        *(getattr(value, name)
-          for name in slots if not name.startswith("__") and hasattr(value, name))
-    ]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots
+                                                        if not name.startswith("__")
+                                                        and hasattr(value, name))]
 
 
 def _names(slots: Any) -> Iterable[str]:

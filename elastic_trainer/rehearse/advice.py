@@ -182,12 +182,11 @@ class Planner:
         outcomes = [outcome_of(world, self.costs, policy, self.seconds, seed)
                     for world, seed in zip(self._worlds[key], self.seeds, strict=True)]
         samples = [one.steps * self.costs.batch for one in outcomes]
-        return Choice(
-            name=name, is_given=is_given, outcomes=tuple(outcomes),
-            goodput=bounds([one.goodput for one in outcomes]),
-            samples_per_hour=bounds([one.samples_per_hour for one in outcomes]),
-            million=bounds([one.price / count * MILLION if count else math.inf
-                            for one, count in zip(drawn, samples, strict=True)]))
+        return Choice(name=name, is_given=is_given, outcomes=tuple(outcomes),
+                      goodput=bounds([one.goodput for one in outcomes]),
+                      samples_per_hour=bounds([one.samples_per_hour for one in outcomes]),
+                      million=bounds([one.price / count * MILLION if count else math.inf
+                                      for one, count in zip(drawn, samples, strict=True)]))
 
     def forecast(self) -> Choice:
         """Return what the given choices bring."""

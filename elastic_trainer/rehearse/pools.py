@@ -39,11 +39,9 @@ from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, NOTICE_S, Row, co
 HOUR_S = 3600.0
 HOURS = 24.0
 """Of a storm that is played, if it does not say how long it lasts."""
-SHIPPED = {
-    "calm": "rate=20/h,bulk=0,notice=1,replace=60,seed=1",
-    "rough": "rate=40/h,bulk=0.4,notice=0.5,replace=60,seed=7",
-    "zeros": "rate=24/h,bulk=0.2,zero=0.4,notice=0.5,replace=90,seed=3",
-}
+SHIPPED = {"calm": "rate=20/h,bulk=0,notice=1,replace=60,seed=1",
+           "rough": "rate=40/h,bulk=0.4,notice=0.5,replace=60,seed=7",
+           "zeros": "rate=24/h,bulk=0.2,zero=0.4,notice=0.5,replace=90,seed=3"}
 """The storms that have a name."""
 RATES, TIMES = ("loss", "rate", "crash"), ("replace", "until")
 """The keys whose values may have a unit."""

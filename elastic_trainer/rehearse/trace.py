@@ -57,8 +57,7 @@ class Row(NamedTuple):
     host: str
 
 
-def read_trace(file: Path, notice_s: float = NOTICE_S, *, may_end_empty: bool = False
-               ) -> list[Row]:
+def read_trace(file: Path, notice_s: float = NOTICE_S, *, may_end_empty: bool = False) -> list[Row]:
     """Read a file of either form. Raises ConfigError."""
     try:
         return parse_trace(file.read_text(encoding="utf-8-sig"), f"--trace {file}", notice_s,
