@@ -219,10 +219,10 @@ class Cloud:
         tags = {"Fleet": NAME, "Role": "worker"}
         self.scaling.create_auto_scaling_group(
             AutoScalingGroupName=f"{NAME}-workers", MinSize=0, MaxSize=8, DesiredCapacity=2,
-            VPCZoneIdentifier=subnet, MixedInstancesPolicy={"LaunchTemplate": template,
-                                                            "InstancesDistribution": SPOT_ONLY},
-            Tags=[{"Key": key, "Value": value, "PropagateAtLaunch": True} for key,
-                  value in tags.items()])
+            VPCZoneIdentifier=subnet, MixedInstancesPolicy={
+                "LaunchTemplate": template, "InstancesDistribution": SPOT_ONLY},
+            Tags=[{"Key": key, "Value": value, "PropagateAtLaunch": True}
+                  for key, value in tags.items()])
         started = self.ec2.run_instances(**machine, SubnetId=subnet, MinCount=1,
                                          MaxCount=1)["Instances"]
         self.outputs = {"group": f"{NAME}-workers", "coordinator": started[0]["InstanceId"]}

@@ -137,8 +137,8 @@ def test_digits_net_reads_batches_of_any_size_and_has_statistics_to_keep() -> No
     before = [buffer.clone() for buffer in model.buffers()]
     images, labels = digits.digits()[1].tensors
     loss = digits.digit_loss(model, [images[:8], labels[:8]])
-    assert loss.shape == () and any(not torch.equal(old, new) for old,
-                                    new in zip(before, model.buffers(), strict=True))
+    assert loss.shape == () and any(
+        not torch.equal(old, new) for old, new in zip(before, model.buffers(), strict=True))
     before = [buffer.clone() for buffer in model.buffers()]
     assert 0.0 <= digits.accuracy(model, torch.utils.data.TensorDataset(images, labels)) <= 1.0
     assert all(torch.equal(old, new) for old, new in zip(before, model.buffers(), strict=True))

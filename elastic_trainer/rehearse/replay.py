@@ -169,10 +169,10 @@ def parse(argv: Sequence[str], examples: Sequence[str],
     name = options.run or f"replay-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = (options.runs_dir / name).resolve()
     require_new(run_dir)
-    return Rehearsal(run_dir=run_dir, command=command or demo(options.example or examples[0],
-                                                              options), options=others,
-                     source=f"{options.trace or options.storm}", speed=options.speed,
-                     moments=moments, has_twin=options.twin, price=price_of(options.prices))
+    return Rehearsal(
+        run_dir=run_dir, command=command or demo(options.example or examples[0], options),
+        options=others, source=f"{options.trace or options.storm}", speed=options.speed,
+        moments=moments, has_twin=options.twin, price=price_of(options.prices))
 
 
 def require_new(run_dir: Path) -> None:
