@@ -236,6 +236,13 @@ def test_marks_beyond_the_limit_are_counted(tmp_path: Path) -> None:
                for row in rows) <= 3
 
 
+def test_a_trace_has_more_marks_than_a_page_has_events(tmp_path: Path) -> None:
+    """All of them, up to its own limit."""
+    redone = [event(11.0 + at / 1e3, "worker.step_redone", step=at) for at in range(400)]
+    seen = viewed(written(tmp_path, [*STORY[:12], *redone]))
+    assert seen["marks"][0].marks.count("worker.step_redone") == 400
+
+
 def test_a_run_without_steps_has_a_trace(tmp_path: Path) -> None:
     """Of what has happened so far."""
     seen = viewed(written(tmp_path, RUN[:5]))

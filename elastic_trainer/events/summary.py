@@ -176,7 +176,7 @@ def read_run(run_dir: str | Path, told: Told | None = None) -> tuple[Run, dict[s
     the reason; only if there is one.
     """
     log = Reader(Path(run_dir))
-    run = Run(told=told or Told()).read_all(log.events(to_the_end=True))
+    run = Run(told=Told() if told is None else told).read_all(log.events(to_the_end=True))
     run.name = run.name or Path(run_dir).resolve().name
     counts = {"skipped_lines": log.malformed, "unknown_events": log.unknown}
     holes = {"segments_left_out": log.left_out} if log.left_out else {}
