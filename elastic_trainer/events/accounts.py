@@ -25,7 +25,7 @@ from elastic_trainer.events.event_kind import PAUSE_PARTS, Phase
 from elastic_trainer.events.host_accounts import HostAccounts
 from elastic_trainer.events.ledger import Account
 from elastic_trainer.events.sentences import ENDINGS
-from elastic_trainer.events.steps import Step, Steps
+from elastic_trainer.events.steps import Steps
 
 Event = Mapping[str, Any]
 Attempt = tuple[int, int]
@@ -205,7 +205,8 @@ class Accounts:
             self.periods.until = self.hosts.until = time
             before = time
         self.before = before
-        self.now = max(self.now, time)
+        if time > self.now:
+            self.now = time
         if reader := _READERS.get(event["event"]):
             reader(self, event)
 
@@ -317,10 +318,15 @@ class Accounts:
         self._book(Phase.TRAINING, self.now)
 
     def _step_committed(self, event: Event) -> None:
-        if self.open_pauses and not event.get("repeated"):
+        is_repeated = bool(event.get("repeated"))
+        if self.open_pauses and not is_repeated:
             self._close_pauses()
-        step_s = float(event.get("step_s") or 0.0)
-        self._keep(event, step_s, event["samples"], float(event["loss"]))
+        step_s, samples = float(event.get("step_s") or 0.0), event["samples"]
+        if self.steps.add(event["step"], self.now, step_s, samples, float(event["loss"]),
+                          is_repeated=is_repeated):
+            self.kept_steps += 1
+            self.samples += samples
+            self.useful_s += step_s
         if not self.open_pauses:
             self._book_step(step_s, float(event.get("checkpoint_s") or 0.0))
 
@@ -329,17 +335,11 @@ class Accounts:
         if not self.steps:
             self.steps.counts_samples = False
         commit_s = float(event["commit_s"])
-        self._keep(event, commit_s, 0, math.nan)
+        if self.steps.add(event["step"], self.now, commit_s, 0, math.nan):
+            self.kept_steps += 1
+            self.useful_s += commit_s
         if not self.open_pauses:
             self._book_step(commit_s, 0.0)
-
-    def _keep(self, event: Event, step_s: float, samples: int, loss: float) -> None:
-        """Keep a step, unless its line has come before."""
-        if self.steps.add(Step(event["step"], self.now, step_s, samples, loss),
-                          is_repeated=bool(event.get("repeated"))):
-            self.kept_steps += 1
-            self.samples += samples
-            self.useful_s += step_s
 
     def _book_step(self, step_s: float, checkpoint_s: float) -> None:
         self.is_redoing = False

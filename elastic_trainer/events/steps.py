@@ -51,22 +51,25 @@ class Steps:
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def add(self, step: Step, *, is_repeated: bool = False) -> bool:
+    def add(self, number: int, end: float, seconds: float, samples: int, loss: float, *,
+            is_repeated: bool = False) -> bool:
         """Add a line; return whether it is the first of its step in the kept history."""
-        kept, number = self.kept, step.number
-        place, is_first = len(kept), True
-        if kept and self.numbers[kept[-1]] >= number:
+        kept, line = self.kept, len(self.numbers)
+        if not kept or self.numbers[kept[-1]] < number:  # nearly all lines
+            kept.append(line)
+            is_first = True
+        else:
             place = bisect_left(kept, number, key=self.numbers.__getitem__)
             is_first = self.numbers[kept[place]] != number
-        if is_repeated and not is_first:
-            return False
-        if is_first:
-            kept.insert(place, len(self.numbers))
+            if is_repeated and not is_first:
+                return False
+            if is_first:
+                kept.insert(place, line)
         self.numbers.append(number)
-        self.ends.append(step.end)
-        self.seconds.append(step.seconds)
-        self.samples.append(step.samples)
-        self.losses.append(step.loss)
+        self.ends.append(end)
+        self.seconds.append(seconds)
+        self.samples.append(samples)
+        self.losses.append(loss)
         return is_first
 
     def drop(self, first: int) -> list[Step]:
