@@ -78,14 +78,12 @@ def test_the_summary_shows_markup_and_control_characters_as_text(field: str) -> 
 
 
 @pytest.mark.parametrize("field", ["name", "type", "state", "agent", "why"])
-def test_the_fleets_table_shows_them_as_text(field: str, capsys: pytest.CaptureFixture[str],
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fleets_table_shows_them_as_text(field: str) -> None:
     """An agent's reason, a host's name and the cloud's messages come from outside."""
-    monkeypatch.setenv("COLUMNS", "500")
-    monkeypatch.setattr("rich.console.Console.width", 500)
-    print_hosts(
-        {"time": 9e9, "cloud_failures": 0, "unheard": 0, "hosts": [HOST | {field: HOSTILE}]})
-    assert_harmless(capsys.readouterr().out)
+    console = terminal()
+    print_hosts({"time": 9e9, "cloud_failures": 0, "unheard": 0,
+                 "hosts": [HOST | {field: HOSTILE}]}, console)
+    assert_harmless(written(console), of_rich=True)
 
 
 def test_the_fleets_table_counts_workers_that_do_the_same(

@@ -6,8 +6,6 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from test_report import JOB, RUN, event, generation, step, write
 from test_svg import RECORDED, events_of
 from test_web import impatient
 
-from elastic_trainer.events.host_accounts import Life
 from elastic_trainer.events.run import Run
 from elastic_trainer.events.summary import figures_of, result_of, summarize, summarize_log
 from elastic_trainer.views.drawing import duration
@@ -167,13 +164,7 @@ def test_a_copy_without_its_newest_segment_for_a_moment_is_the_same_log(tmp_path
     assert values_of(live)["steps", ""] == 6
 
 
-def copy_of(life: Life, copied: list[Life], copy: Callable[[Life], Life]) -> Life:
-    copied.append(life)
-    return copy(life)
-
-
-def test_a_read_costs_the_same_when_many_hosts_have_gone(tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_costs_the_same_when_many_hosts_have_gone() -> None:
     """1,000 hosts and then 10,000 have come and gone; a read of one more step adds up those that
     are there, of which there are two."""
     counted = []
@@ -185,12 +176,9 @@ def test_a_read_costs_the_same_when_many_hosts_have_gone(tmp_path: Path,
             run.read(step(moment + 4e-4, 2 + 2 * at, step_s=1e-4))
             run.read(event(moment + 5e-4, "driver.host_removed", host=f"h{at}"))
             run.read(step(moment + 9e-4, 3 + 2 * at, step_s=1e-4))
-        assert len(run.accounts.hosts.lives) == number + 2
-        copied = list[Life]()
-        with monkeypatch.context() as patched:
-            patched.setattr(Life, "copy", partialmethod(copy_of, copied, Life.copy))
-            figures_of(run, run.closed(is_drawn=False))
-        counted.append(len(copied))
+        lives, closed = run.accounts.hosts.lives, run.closed(is_drawn=False).hosts.lives
+        assert len(lives) == len(closed) == number + 2
+        counted.append(sum(life is not lives[host] for host, life in closed.items()))
     assert counted[0] == counted[1] <= 2 * 6
 
 

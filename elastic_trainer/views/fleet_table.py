@@ -10,10 +10,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.views.tables import Table, print_table
 from elastic_trainer.wire.plain import plain
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 POLLER_GONE_S = 10.0
 """A poller that runs writes its table every second; the age of an older table is shown."""
@@ -21,9 +24,10 @@ COLUMNS = ("host", "type", "slots", "cloud", "agent", "workers", "standby", "not
            "why")
 
 
-def print_hosts(fleet: Mapping[str, Any]) -> None:
+def print_hosts(fleet: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the table, and what a person should know of the cloud and the poller."""
-    print_table(Table(COLUMNS, [host_row(host, fleet["time"]) for host in fleet["hosts"]]))
+    print_table(Table(COLUMNS, [host_row(host, fleet["time"]) for host in fleet["hosts"]]),
+                console=console)
     for line in remarks(fleet, age_s=time.time() - fleet["time"]):
         print(plain(line))
 
