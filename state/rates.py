@@ -1,6 +1,6 @@
 """The learning rates of an optimizer: set from one place, and compared at each step.
 
-train(schedule=…) → here → the optimizer's groups → optimizer.step()
+train(lr=…) → here → the optimizer's groups → optimizer.step()
 
 What always holds:
 1. A function of the step multiplies the rates that the optimizer was built with. A torch scheduler
