@@ -37,7 +37,7 @@ ANSWERS_AT_ONCE = 16
 """The limit of requests that are answered at a time; there is one poller."""
 
 
-class AgentServer:
+class AgentServer(Gate):
     """Answers each authenticated `GET /health` in a thread."""
 
     def __init__(self, bind: str, port: int, key: bytes, agent: Agent, nonces: int = NONCES):
@@ -45,20 +45,7 @@ class AgentServer:
         self._nonces: deque[str] = deque(maxlen=nonces)
         self._known: set[str] = set()
         self._answering = threading.Semaphore(ANSWERS_AT_ONCE)
-        self.gate = Gate(bind, port, self._begin, lambda *_: agent.refuse(), request_s=REQUEST_S)
-        self.server_address = self.gate.address
-
-    def serve_forever(self) -> None:
-        """Answer until `shutdown`."""
-        self.gate.serve_forever()
-
-    def shutdown(self) -> None:
-        """Answer no more."""
-        self.gate.shutdown()
-
-    def server_close(self) -> None:
-        """Close the listening socket."""
-        self.gate.close()
+        super().__init__(bind, port, self._begin, lambda *_: agent.refuse(), request_s=REQUEST_S)
 
     def is_new(self, nonce: str) -> bool:
         """Accept a nonce; False if it was used before."""
@@ -126,7 +113,7 @@ def serve(bind: str, port: int, key: bytes, agent: Agent,
     threading.Thread(target=examine, daemon=True).start()
     examined.wait(HUNG_S)  # no answer is "ready" before the first examination
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    announce(server.server_address[1])
+    announce(server.address[1])
     while not stopping.wait(WATCH_S):
         agent.read_notices()
         agent.last_call()

@@ -6,12 +6,11 @@ poller, group → here → hosts file, table, memory, the run's event log
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.host.modes import private
+from elastic_trainer.host import modes
 from elastic_trainer.wire.redact import redacted_value
 
 
@@ -22,7 +21,7 @@ def append_event(file: Path | None, event: str, **facts: Any) -> None:
         return
     known = {name: redacted_value(it) for name, it in facts.items()}
     line = json.dumps({"time": round(time.time(), 4), "event": event, **known}) + "\n"
-    with open(file, "ab", buffering=0, opener=private) as log:
+    with open(file, "ab", buffering=0, opener=modes.private) as log:
         log.write(line.encode())
 
 
@@ -31,12 +30,4 @@ def replace_whole(path: Path, text: str, at: float | None = None) -> None:
 
     `at` is the file's time, by default now.
     """
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        new.write_text(text)
-        if at is not None:
-            os.utime(new, (at, at))
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+    modes.replace_whole(path, text, opener=None, at=at)

@@ -1,11 +1,10 @@
-"""How a worker was launched, and its time limits: read and checked once, at start.
+"""How a driver or a worker was launched, and its time limits: read and checked once, at start.
 
-launcher → environment → here → train()
+launcher → supervisor → environment → here → driver, train()
 
 What always holds:
-1. The variables that a launcher sets are read here (`Launch.from_environment`) and in `__main__`.
-   standby.py, shim.py and plain_driver.py read only those that Horovod, or a place in the world,
-   has set.
+1. The variables by which a process was launched are read here: `Attempt` by the driver, `Launch` by
+   a worker. Each field names its variable. (The shim and remote.py import nothing of ours.)
 2. A mistake of the user is a `ConfigError` whose text names the key to change.
 """
 
@@ -13,11 +12,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from elastic_trainer.host import excepthook
+from elastic_trainer.host import tracebacks
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 
 EXIT_FINISHED = 0
@@ -40,6 +40,11 @@ EXIT_INTERRUPTED = 130
 """A person, a signal or `break` in the user's loop has stopped the run, which can be resumed. The
 same for a driver and for its supervisor."""
 
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of typing since Python 3.11
+
+SEAT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+"""HOROVOD_* with the place that plain horovodrun gives a worker at its start."""
 REDUCERS = ("exact", "ring")
 ADASUM = (
     "reduce is Adasum, which is not supported under elasticity: Horovod has it only with MPI and "
@@ -67,7 +72,7 @@ class ConfigError(ValueError):
 
     def __init__(self, *arguments: object):
         super().__init__(*arguments)
-        excepthook.shorten(ConfigError)
+        tracebacks.shorten(ConfigError)
 
 
 def unusable(run_dir: Path, error: OSError) -> ConfigError:
@@ -144,101 +149,137 @@ class Limits:
         return limits
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """How this process was started: by our driver, by plain horovodrun, or alone."""
+def _given(variable: str, default: Any, read: Callable[[str], Any] = str, **more: Any) -> Any:
+    """Return a field whose value is in a variable of the environment, unless that is empty."""
+    return field(default=default, metadata={"variable": variable, "read": read}, **more)
 
-    run_dir: Path | None = None
+
+def _fields_of(kind: Any, env: Mapping[str, str]) -> dict[str, Any]:
+    return {one.name: one.metadata["read"](env[one.metadata["variable"]]) for one in fields(kind)
+            if env.get(one.metadata.get("variable", ""))}
+
+
+def _is_on(text: str) -> bool:
+    return text == "1"
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One attempt of a run, as its driver and its workers know it from the supervisor."""
+
+    run_dir: Path | None = _given("ELASTIC_TRAINER_RUN_DIR", None, Path)
     """Where events, result and checkpoints of the run go; None: nothing is written."""
-    run: str = ""
-    run_id: str = ""
+    run_id: str = _given("ELASTIC_TRAINER_RUN_ID", "")
     """The identifier in run_dir on the supervisor's machine. A host where it is missing has another
     disk."""
-    attempt: int = 1
-    driver: str | None = None
-    """host:port of our driver's control plane; None under plain horovodrun or alone."""
-    key: bytes = field(default=b"", repr=False)
-    """Signs every message between this worker and the driver. No other worker has it
-    (wire/seal.py). It is never printed, and never on a command line."""
-    worker: str = ""
-    """This worker's name at the driver: unique for each process, `host/slot/number`."""
-    host: str = "localhost"
-    slot: int = 0
-    horovod: bool = False
-    """True when horovodrun (ours or plain) started us; False: a world of one."""
-    reduce: str = "exact"
-    reduce_asked: str | None = None
-    """The value of the launcher's --reduce; None: it was not given, so `reduce` is the default."""
-    lost_attempts: int = 0
-    """Earlier attempts of this run that ended with the loss of all workers."""
-    run_s: float = 0.0
-    """The duration of the run before this attempt."""
-    store: str = ""
-    """Where checkpoints go: a folder or s3://bucket/prefix; "": into run_dir."""
-    timeline: bool = False
-    """Write the spans of each step (events/trace.py)."""
-    terminal: str = ""
-    """The path of the launcher's terminal, for a debugger; "": it has none, or it is on another
-    host."""
-    configuration: str = field(default="", repr=False)
-    """The run's configuration as the launcher has read it, or the path of a TOML file
-    (state/configuration.py)."""
-    allow_change: tuple[str, ...] = ()
-    """Keys of the configuration, or settings of the optimizer, that may differ from the run's."""
-    hash_seed: str = ""
-    """PYTHONHASHSEED; "": the order of a set of texts is another one in each process."""
-    resume_step: int = 0
+    attempt: int = _given("ELASTIC_TRAINER_ATTEMPT", 1, int)
+    had_hosts: bool = _given("ELASTIC_TRAINER_HAD_HOSTS", False, _is_on)
+    """The discovery has named a host in an earlier attempt."""
+    newest_step: int = _given("ELASTIC_TRAINER_NEWEST_STEP", 0, int)
+    """The most steps that the run has ever finished."""
+    resume_step: int = _given("ELASTIC_TRAINER_RESUME_STEP", 0, int)
     """The step of the newest checkpoint in the run's event log. Starting afresh would lose it."""
-    revived_generation: int = 0
-    """Not 0: the generation in which `hvd.init()` was about to abort this same process, which was
-    then replaced in place (revive.py)."""
-    revived_count: int = 0
-    """The number of the last message that it sent to the driver."""
-    revived_since: float | None = None
-    """When it last trained, by this machine's monotonic clock: its pause began then."""
-    revived_from: int | None = None
-    """The descriptor of the live state that it left for itself, if it held any."""
+    lost_attempts: int = _given("ELASTIC_TRAINER_LOST_ATTEMPTS", 0, int)
+    """Earlier attempts of this run that ended with the loss of all workers."""
+    run_s: float = _given("ELASTIC_TRAINER_RUN_S", 0.0, float)
+    """The duration of the run before this attempt."""
+    allow_change: tuple[str, ...] = _given("ELASTIC_TRAINER_ALLOW_CHANGE", (), _names)
+    """Keys of the configuration, settings of the optimizer, or parts of the proof of dataset and
+    program, that may differ from the run's."""
+    mixed_hardware: str = _given("ELASTIC_TRAINER_MIXED_HARDWARE", "refuse")
+    """refuse · warn: what happens to a newcomer that computes other bits than the world."""
+    replaces_stragglers: bool = _given("ELASTIC_TRAINER_REPLACE_STRAGGLERS", False, _is_on)
+    """A host whose workers are slower than their peers leaves, and is replaced."""
     limits: Limits = field(default_factory=Limits)
 
-    @staticmethod
-    def from_environment(environ: Mapping[str, str] | None = None) -> Launch:
+    @property
+    def run(self) -> str:
+        """The name of the run; "": it has none."""
+        return self.run_dir.name if self.run_dir else ""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read the launcher's variables. Raises ConfigError for a value that is not valid."""
         env = os.environ if environ is None else environ
-        reduce = env.get("ELASTIC_TRAINER_REDUCE", "exact")
+        return cls(**_fields_of(cls, env), limits=Limits.from_environment(env))
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variables that differ from one attempt to the next."""
+        def text(value: object) -> str:
+            return str(int(value)) if isinstance(value, bool) else str(value)
+
+        names = ("run_dir", "run_id", "attempt", "had_hosts", "newest_step", "resume_step",
+                 "lost_attempts", "run_s")
+        return {one.metadata["variable"]: text(getattr(self, one.name)) for one in fields(self)
+                if one.name in names}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch(Attempt):
+    """How this worker was started: by our driver, by plain horovodrun, or alone."""
+
+    driver: str | None = _given("ELASTIC_TRAINER_DRIVER", None)
+    """host:port of our driver's control plane; None under plain horovodrun or alone."""
+    key: bytes = _given("ELASTIC_TRAINER_KEY", b"", bytes.fromhex, repr=False)
+    """Signs every message between this worker and the driver. No other worker has it
+    (wire/seal.py). It is never printed, and never on a command line."""
+    worker: str = _given("ELASTIC_TRAINER_WORKER", "")
+    """This worker's name at the driver: unique for each process, `host/slot/number`."""
+    host: str = _given("HOROVOD_HOSTNAME", "localhost")
+    slot: int = _given("ELASTIC_TRAINER_SLOT", 0, int)
+    horovod: bool = _given("HOROVOD_GLOO_RENDEZVOUS_ADDR", False, bool)
+    """True when horovodrun (ours or plain) started us; False: a world of one."""
+    seat: tuple[int, ...] = ()
+    """Under plain horovodrun, the first place: rank, size, local rank and size, cross rank and
+    size."""
+    rendezvous: tuple[str, int] = "", 0
+    """Under plain horovodrun, the address and the port of its rendezvous store."""
+    token: str = _given("_HOROVOD_LAUNCH_TOKEN", "", repr=False)
+    """Of a plain horovodrun with setup/patches/11-answer-only-with-the-key.patch."""
+    reduce: str = _given("ELASTIC_TRAINER_REDUCE", "exact")
+    reduce_asked: str | None = _given("ELASTIC_TRAINER_REDUCE", None)
+    """The value of the launcher's --reduce; None: it was not given, so `reduce` is the default."""
+    store: str = _given("ELASTIC_TRAINER_STORE", "")
+    """Where checkpoints go: a folder or s3://bucket/prefix; "": into run_dir."""
+    timeline: bool = _given("ELASTIC_TRAINER_TIMELINE", False, _is_on)
+    """Write the spans of each step (events/trace.py)."""
+    terminal: str = _given(TERMINAL, "")
+    """The path of the launcher's terminal, for a debugger; "": it has none, or it is on another
+    host."""
+    configuration: str = _given("ELASTIC_TRAINER_CONFIG", "", repr=False)
+    """The run's configuration as the launcher has read it, or the path of a TOML file
+    (state/configuration.py)."""
+    hash_seed: str = _given("PYTHONHASHSEED", "", lambda text: text.replace("random", ""))
+    """PYTHONHASHSEED; "": the order of a set of texts is another one in each process."""
+    revived_generation: int = _given("ELASTIC_TRAINER_REVIVED_GENERATION", 0, int)
+    """Not 0: the generation in which `hvd.init()` was about to abort this same process, which was
+    then replaced in place (revive.py)."""
+    revived_count: int = _given("ELASTIC_TRAINER_REVIVED_COUNT", 0, int)
+    """The number of the last message that it sent to the driver."""
+    revived_since: float | None = _given("ELASTIC_TRAINER_REVIVED_SINCE", None, float)
+    """When it last trained, by this machine's monotonic clock: its pause began then."""
+    revived_from: int | None = _given("ELASTIC_TRAINER_REVIVED_FROM", None, int)
+    """The descriptor of the live state that it left for itself, if it held any."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Self:
+        """Read the launcher's variables. Raises ConfigError for a value that is not valid."""
+        env = os.environ if environ is None else environ
+        found = _fields_of(cls, env)
+        reduce = found.get("reduce", "exact")
         if reduce.lower() == "adasum":
             raise ConfigError(ADASUM)
         if reduce not in REDUCERS:
             raise ConfigError(f"ELASTIC_TRAINER_REDUCE is {reduce!r}, which is no reducer. Use "
                               f"{' or '.join(REDUCERS)}.")
-        run_dir = env.get("ELASTIC_TRAINER_RUN_DIR")
-        revived = env.get("ELASTIC_TRAINER_REVIVED_FROM")
-        since = env.get("ELASTIC_TRAINER_REVIVED_SINCE")
-        return Launch(
-            run_dir=Path(run_dir) if run_dir else None,
-            run=Path(run_dir).name if run_dir else "",
-            run_id=env.get("ELASTIC_TRAINER_RUN_ID", ""),
-            attempt=int(env.get("ELASTIC_TRAINER_ATTEMPT", "1")),
-            driver=env.get("ELASTIC_TRAINER_DRIVER"),
-            key=bytes.fromhex(env.get("ELASTIC_TRAINER_KEY", "")),
-            worker=env.get("ELASTIC_TRAINER_WORKER", ""),
-            host=env.get("HOROVOD_HOSTNAME", "localhost"),
-            slot=int(env.get("ELASTIC_TRAINER_SLOT", env.get("HOROVOD_LOCAL_RANK", "0"))),
-            horovod="HOROVOD_GLOO_RENDEZVOUS_ADDR" in env,
-            reduce=reduce,
-            reduce_asked=env.get("ELASTIC_TRAINER_REDUCE"),
-            store=env.get("ELASTIC_TRAINER_STORE", ""),
-            timeline=env.get("ELASTIC_TRAINER_TIMELINE", "") == "1",
-            terminal=env.get(TERMINAL, ""),
-            lost_attempts=int(env.get("ELASTIC_TRAINER_LOST_ATTEMPTS", "0")),
-            run_s=float(env.get("ELASTIC_TRAINER_RUN_S", "0")),
-            limits=Limits.from_environment(env),
-            configuration=env.get("ELASTIC_TRAINER_CONFIG", ""),
-            allow_change=tuple(
-                filter(None, env.get("ELASTIC_TRAINER_ALLOW_CHANGE", "").split(","))),
-            hash_seed=env.get("PYTHONHASHSEED", "").replace("random", ""),
-            resume_step=int(env.get("ELASTIC_TRAINER_RESUME_STEP", "0")),
-            revived_generation=int(env.get("ELASTIC_TRAINER_REVIVED_GENERATION", "0")),
-            revived_count=int(env.get("ELASTIC_TRAINER_REVIVED_COUNT", "0")),
-            revived_since=float(since) if since else None,
-            revived_from=int(revived) if revived else None,
-        )
+        seat = [env.get(f"HOROVOD_{name}") for name in SEAT]
+        port = env.get("HOROVOD_GLOO_RENDEZVOUS_PORT") or 0
+        more: dict[str, Any] = {
+            "slot": int(env.get("HOROVOD_LOCAL_RANK") or 0),
+            "seat": tuple(map(int, filter(None, seat))) if all(seat) else (),
+            "rendezvous": (env.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", ""), int(port))}
+        return cls(**more | found, limits=Limits.from_environment(env))

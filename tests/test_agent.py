@@ -69,9 +69,9 @@ def serve(tmp_path: Path) -> Iterator[Make]:
             agent = Agent(metadata, tmp_path, **how)
             server = AgentServer("127.0.0.1", 0, KEY, agent)
             threading.Thread(target=server.serve_forever, daemon=True).start()
-            stack.callback(server.server_close)
+            stack.callback(server.close)
             stack.callback(server.shutdown)
-            return agent, f"127.0.0.1:{server.server_address[1]}"
+            return agent, f"127.0.0.1:{server.address[1]}"
 
         yield make
 
@@ -342,7 +342,7 @@ def test_refuses_a_question_that_was_asked_before(agent: tuple[Agent, str]) -> N
     server = AgentServer("127.0.0.1", 0, KEY, here, nonces=3)
     assert [server.is_new(nonce) for nonce in "abcbdab"] == [
         True, True, True, False, True, True, True]
-    server.server_close()
+    server.close()
     assert len(server._known) == 3
 
 

@@ -531,7 +531,7 @@ case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exi
 """)
     (tmp_path / "bin" / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    monkeypatch.setattr("elastic_trainer.driver.orphans.ELSEWHERE_S", 0.5)
+    monkeypatch.setattr("elastic_trainer.driver.past.ELSEWHERE_S", 0.5)
     diary = Events(tmp_path / "run", attempt=1)
     for host in ("mute", "deaf", "gone", "there"):
         diary.emit("driver.worker_started",

@@ -35,7 +35,7 @@ from elastic_trainer.training.checkpointing import (
     news_of,
     phase_of,
 )
-from elastic_trainer.world.alone import Alone
+from elastic_trainer.world.place import Driver, Wants
 from elastic_trainer.world.vote import CheckpointBallot, Outcome
 
 BY_VOTE = (News.WANTED, News.ALL_UPLOADED, News.ONE_FAILED)
@@ -150,16 +150,13 @@ def test_every_life_of_a_checkpoint_comes_to_an_end() -> None:
     assert {news for _, news in LIFE} == set(News)
 
 
-class Leaving(Alone):
+class Leaving(Driver):
     """A driver that says what the test says."""
 
-    leaves = wants = False
+    leaves = changes = False
 
-    def is_host_leaving(self) -> bool:
-        return self.leaves
-
-    def wants_change(self) -> bool:
-        return self.wants or self.leaves
+    def wants(self) -> Wants:
+        return Wants(change=self.changes or self.leaves, host_leaves=self.leaves)
 
 
 class Held(FolderStore):
@@ -213,7 +210,7 @@ class Loops:
                        upload_failed=any(b.has_failed for b in ballots),
                        checkpoint=ballots[0].is_wanted,
                        published=ballots[0].newest_step,
-                       change_waits=any(driver.wants_change() for driver in self.drivers))
+                       change_waits=any(driver.wants().change for driver in self.drivers))
 
     def step(self) -> Outcome:
         """Finish a step; each worker's phase may change by the table alone."""
@@ -301,7 +298,7 @@ def test_the_world_waits_for_one_checkpoint_when_a_host_leaves(tmp_path: Path) -
     loops.step()
     assert not any(loop.is_saving() for loop in loops.loops)
     for driver in loops.drivers:
-        driver.wants = True
+        driver.changes = True
     assert not loops.step().checkpoint and not any(loop.is_saving() for loop in loops.loops)
     for driver in loops.drivers:
         driver.leaves = True
@@ -356,7 +353,7 @@ def test_a_person_sees_where_it_is(loops: Loops) -> None:
     assert repr(loops.loops[0]) == (
         f"<Checkpointing uploading step 4, 0/{share.parts} parts; newest published step "
         f"-1, 0 failures since>")
-    without = Checkpointing(None, loops.fleet.states[0], Alone(), Launch(), Events(None))
+    without = Checkpointing(None, loops.fleet.states[0], Driver(), Launch(), Events(None))
     assert repr(without) == "<Checkpointing: no store>"
 
 

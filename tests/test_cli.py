@@ -17,8 +17,7 @@ from elastic_trainer.commands.run import prove_store
 from elastic_trainer.commands.run_options import list_hosts, parse_run, static_hosts
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import horovodrun
-from elastic_trainer.driver.addresses import is_local
-from elastic_trainer.driver.discovered import parse_hosts
+from elastic_trainer.driver.hosts import Locations, parse_hosts
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -273,7 +272,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *options:
         standbys.append(count)
         return nullcontext()
 
-    monkeypatch.setattr("elastic_trainer.driver.standby_local.local_standbys", local_standbys)
+    monkeypatch.setattr("elastic_trainer.driver.standby_pool.local_standbys", local_standbys)
     for name in ("ELASTIC_TRAINER_REDUCE", "ELASTIC_TRAINER_STORE"):
         monkeypatch.setenv(name, os.environ.get(name, ""))  # put back afterwards
     monkeypatch.setenv("ELASTIC_TRAINER_REDUCE", "exact")
@@ -301,8 +300,10 @@ def test_there_are_as_many_local_workers_as_were_asked_for(monkeypatch: pytest.M
     """Each has a host of its own on this machine, whichever option names their number."""
     logged, listed = started(monkeypatch, tmp_path, *options)
     assert (logged.np, logged.min_np, logged.max_np) == (np, min_np, max_np)
+    locations = Locations()
+    locations.look_up(listed)
     assert len(listed) == hosts and set(listed.values()) == {1} and all(
-        is_local(host) for host in listed)
+        locations.is_here.values())
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from test_loop import DATA, INPUT, TARGET, Ears, built, mse, trained
 from elastic_trainer import ConfigError, configuration
 from elastic_trainer.__main__ import main
 from elastic_trainer.adapters.lightning import fit
+from elastic_trainer.commands.configured import for_workers
 from elastic_trainer.commands.run_options import parse_run
-from elastic_trainer.driver.configured import for_workers
 from elastic_trainer.options import (
     Common,
     Options,

@@ -41,7 +41,7 @@ class Office:
         self.desk, self.lose = Desk(self.lines.append, attempt=1), 0
         self.server = MessageServer("127.0.0.1", KEY, self.answer, lambda *_: None)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        self.launch = Launch(driver=f"127.0.0.1:{self.server.server_port}",
+        self.launch = Launch(driver=f"127.0.0.1:{self.server.address[1]}",
                              key=worker_key(KEY, "a/0/1"),
                              worker="a/0/1",
                              limits=Limits(driver_lost_s=60.0))

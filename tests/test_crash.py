@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from elastic_trainer.host.crash import name_of, place_of
+from elastic_trainer.host.stacks import name_of, place_of
 
 IN_PYTHON = """
 import ctypes, threading, time

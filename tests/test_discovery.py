@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import elastic_trainer.discovery.__main__ as script
-from elastic_trainer.driver.discovered import parse_hosts
+from elastic_trainer.driver.hosts import parse_hosts
 from elastic_trainer.host.names import HOST_NAME
 
 ROOT = Path(script.__file__).resolve().parent.parent

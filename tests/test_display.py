@@ -18,8 +18,8 @@ from rich.console import Console
 from test_verify import eventful
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.driver.actions import End
 from elastic_trainer.driver.driver import MendedDriver
+from elastic_trainer.driver.roster import End
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.views.fleet_table import print_hosts

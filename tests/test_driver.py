@@ -25,13 +25,18 @@ from hypothesis import strategies as st
 
 from elastic_trainer.config import EXIT_NO_HOSTS, ConfigError
 from elastic_trainer.driver import remote
-from elastic_trainer.driver.actions import End, Start
-from elastic_trainer.driver.addresses import HostsUnreachable, Locations, is_local, way_to
-from elastic_trainer.driver.discovered import Discovery, DiscoveryUnavailable, parse_hosts
 from elastic_trainer.driver.driver import STOP_MOST_S, STOP_S, MendedDriver, stop_deadline
 from elastic_trainer.driver.horovodrun import check_version
+from elastic_trainer.driver.hosts import (
+    Discovery,
+    DiscoveryUnavailable,
+    HostsUnreachable,
+    Locations,
+    parse_hosts,
+    way_to,
+)
 from elastic_trainer.driver.process import WorkerProcess
-from elastic_trainer.driver.roster import Phase, Worker
+from elastic_trainer.driver.roster import End, Phase, Start, Worker
 from elastic_trainer.events.log import Events
 from elastic_trainer.host.lines import MAX_LINE_BYTES
 from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, MessageServer
@@ -114,15 +119,21 @@ def test_a_list_is_read_or_refused_when_it_is_anything(text: str) -> None:
                for host, slots in hosts.items())
 
 
+def is_here(host: str) -> bool:
+    locations = Locations()
+    locations.look_up([host])
+    return locations.is_here[host]
+
+
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.0.77", "127.1"])
 def test_a_loopback_name_is_this_machine(host: str) -> None:
     """Any loopback address is a host of its own here, without ssh."""
-    assert is_local(host)
+    assert is_here(host)
 
 
 def test_an_address_that_is_not_ours_is_another_machine() -> None:
     """It is reached by ssh."""
-    assert not is_local("192.0.2.1")
+    assert not is_here("192.0.2.1")
 
 
 # --- workers' processes ---------------------------------------------------------------------------
@@ -146,7 +157,7 @@ class Workers:
                                env,
                                SimpleNamespace(**settings),
                                self.output,
-                               is_remote=not is_local(host))
+                               is_remote=not is_here(host))
         self.started.append(worker)
         return worker
 
@@ -515,8 +526,8 @@ def test_a_discovery_that_fails_is_waited_for_when_the_run_has_had_hosts(
         monkeypatch: pytest.MonkeyPatch, had_hosts: bool) -> None:
     """It works, and is away. One that has never answered is a mistake in the command. An outage is
     logged twice: its start and its end."""
-    monkeypatch.setattr("elastic_trainer.driver.discovered.FIRST_DISCOVERY_S", -1.0)
-    monkeypatch.setattr("elastic_trainer.driver.discovered.DISCOVERY_EVERY_S", 0.001)
+    monkeypatch.setattr("elastic_trainer.driver.hosts.FIRST_DISCOVERY_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.driver.hosts.DISCOVERY_EVERY_S", 0.001)
     events, heard = Events(None), list[tuple[str, Any]]()
     events.listeners.append(lambda event, facts: heard.append((event, facts.get("error"))))
     discovery = Discovery(SimpleNamespace(elastic_timeout=None, discovery=Failing(20)), events,
@@ -581,8 +592,8 @@ def start_on(host: str, *options: str, seconds: float = 0.0) -> subprocess.Compl
     """Run a driver, whose patience with names is so many seconds, for a host."""
     path = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
     code = (
-        f"import sys\nfrom elastic_trainer.launch import addresses, horovodrun\n"
-        f"addresses.LOOKUP_S = {seconds}\n"
+        f"import sys\nfrom elastic_trainer.driver import horovodrun, hosts\n"
+        f"hosts.LOOKUP_S = {seconds}\n"
         f"sys.exit(horovodrun.main(['-np', '1', '--host-discovery-script', 'echo {host}:1', "
         f"*{list(options)}, "
         f"'true']))")
@@ -614,7 +625,7 @@ def test_this_machine_is_found_here_when_its_name_was_not_found_before(
     not be there."""
     known: dict[str, str] = {}
     monkeypatch.setattr(network, "resolve_host_address", known.get)
-    monkeypatch.setattr("elastic_trainer.driver.addresses.LOOKUP_AGAIN_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.driver.hosts.LOOKUP_AGAIN_S", -1.0)
     locations = Locations()
     locations.look_up(["mine"])
     assert locations.is_here == {"mine": False}
@@ -690,7 +701,7 @@ def test_a_worker_is_not_stopped_while_its_checkpoint_goes_up(
     for count in range(70):
         with driver.changed:
             clock.now += 1.0
-            driver.desk.take(
+            driver.messages.take(
                 {
                     "worker": "a/0/1", "count": count, "phase": "training", "generation": 0,
                     "saves": saves
@@ -793,7 +804,7 @@ def spoken() -> Callable[..., list[tuple[str, dict[str, Any]]]]:
             "worker": worker.name, "count": worker.count + 1, "phase": "standby", "generation": 0,
             "time": time.time() + off_s
         }
-        driver.desk.take(word, "127.0.0.1")
+        driver.messages.take(word, "127.0.0.1")
         return list(heard)
 
     return spoken
@@ -845,8 +856,8 @@ def starting(ssh: Path,
                           Events(None))
     driver.address, driver.membership.verdict = "127.0.0.1", End("interrupted",
                                                                  "as planned: nothing is decided")
-    driver.server = MessageServer(driver.address, driver.key, driver.desk.take,
-                               driver.desk.refusals.refuse)
+    driver.server = MessageServer(driver.address, driver.key, driver.messages.take,
+                               driver.messages.refusals.refuse)
     threading.Thread(target=driver.server.serve_forever, daemon=True).start()
 
     def start(*hosts: str) -> tuple[MendedDriver, dict[str, str]]:
@@ -869,7 +880,7 @@ def starting(ssh: Path,
             process.stop(True, 0)
     until(lambda: not driver.processes)
     driver.server.shutdown()
-    driver.server.server_close()
+    driver.server.close()
 
 
 def test_a_worker_has_its_own_key_and_not_the_runs(starting: Callable[..., Any]) -> None:
@@ -893,7 +904,7 @@ def test_the_driver_refuses_a_worker_that_uses_its_neighbours_name(
     neighbour = driver.membership.workers[other]
     neighbour.phase = Phase.STANDBY
     before = repr(vars(neighbour))
-    address = f"127.0.0.1:{driver.server.server_port}"
+    address = f"127.0.0.1:{driver.server.address[1]}"
     word = {"count": 1, "phase": "standby", "generation": 0, "error": "it was me"}
     line = {"courier": "x", "number": 1, "line": "{}"}
     for said in (word, line, word | {"phase": "reviving"}, word | {"machine": {}}):

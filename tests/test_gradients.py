@@ -26,7 +26,7 @@ from elastic_trainer.events.log import Events
 from elastic_trainer.reduce.sending import Sending
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.job import Result
-from elastic_trainer.world.alone import Alone
+from elastic_trainer.world.place import Driver
 
 Model = torch.nn.Module
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -123,7 +123,7 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     """The reduced gradient has the layout of that step, and the counts say which parameters had
     none."""
     def until_the_vote(made: dict[str, Any]) -> Trainer:
-        trainer = Trainer(job(**made), Launch(), Alone(), Events(None, attempt=1), "exact",
+        trainer = Trainer(job(**made), Launch(), Driver(), Events(None, attempt=1), "exact",
                           Sending())
         trainer.do(trainer.warm_up.run(is_exact=True))
         trainer.state.has_state = True
@@ -139,7 +139,7 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     path = first.successor.leave()
     made = thawed_after(0)
     launch = Launch(revived_from=path)
-    second = Trainer(job(**made), launch, Alone(), Events(None, attempt=1), "exact", Sending())
+    second = Trainer(job(**made), launch, Driver(), Events(None, attempt=1), "exact", Sending())
     second.do(second.warm_up.run(is_exact=True))
     assert second.successor.take_up(path)
     for trainer in (first, second):

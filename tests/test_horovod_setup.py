@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.setup import command, needs, recipe, required, target, trust
+from elastic_trainer.host import trust
+from elastic_trainer.setup import command, needs, recipe, required, target
 from elastic_trainer.setup.build import (
     Commands,
     SetupFailed,

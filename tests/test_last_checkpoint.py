@@ -17,8 +17,8 @@ from test_loop import DATA, Ears, built, job, mse, sgd, trained
 
 from elastic_trainer import Trainer, configuration
 from elastic_trainer.config import EXIT_UNSAVED, ConfigError, Launch
-from elastic_trainer.driver.actions import End
 from elastic_trainer.driver.driver import exit_code_of
+from elastic_trainer.driver.roster import End
 from elastic_trainer.driver.supervisor import Next, decide_next
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.run import ends_run
@@ -30,8 +30,7 @@ from elastic_trainer.state.store import FolderStore, StoreUnavailable
 from elastic_trainer.training.checkpointing import LAST_TRIES
 from elastic_trainer.training.job import unusual_for_checkpoints
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.world.alone import Alone
-from elastic_trainer.world.place import Unsaved
+from elastic_trainer.world.place import Driver, Unsaved
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -146,7 +145,7 @@ def test_a_value_that_gets_another_type_is_the_users_error_at_the_next_checkpoin
 def test_a_value_that_gets_another_type_is_named_before_the_world_changes() -> None:
     """The healthy workers do not meet a worker that cannot receive their state."""
     model, turning = built(), Turning()
-    loop = Loop(job(model, state={"mine": turning}), Launch(), Alone(), Events(None), "exact",
+    loop = Loop(job(model, state={"mine": turning}), Launch(), Driver(), Events(None), "exact",
                 Sending())
     loop._keeping._steps, turning.value = 4, Path("/tmp")
     loop._keeping.step()  # the fifth: not due

@@ -19,8 +19,7 @@ from elastic_trainer.events.log import read_events
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.worker import require_main_thread
 from elastic_trainer.views.verify import verify
-from elastic_trainer.world.alone import Alone
-from elastic_trainer.world.place import Dismissed
+from elastic_trainer.world.place import Dismissed, Driver
 
 JOBS = Path(__file__).resolve().parent / "jobs"
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -174,9 +173,8 @@ def test_what_the_worker_has_reported_is_not_reported_again(
         run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves by SystemExit through the user's inner loop: one that holds other bits, or that is
     dismissed. Nothing else is reported, now or at the end of the process."""
-    failed = list[str]()
-    monkeypatch.setattr(Alone, "fail", lambda self, error: failed.append(error))
-    monkeypatch.setattr(Alone, "leave", lambda self, why: failed.append(why))
+    failed = list[dict[str, Any]]()
+    monkeypatch.setattr(Driver, "report", lambda self, **facts: failed.append(facts))
     ears, model = Ears(), built()
     trainer = trainer_of(model, listeners=[ears])
 
@@ -199,7 +197,7 @@ def test_what_the_worker_has_reported_is_not_reported_again(
 
 def test_a_loop_in_a_thread_is_refused_where_a_host_announces_its_end_by_a_signal() -> None:
     """Only the main thread can handle SIGTERM."""
-    driver, raised = Alone(), list[BaseException]()
+    driver, raised = Driver(), list[BaseException]()
 
     def require() -> None:
         try:
@@ -208,7 +206,7 @@ def test_a_loop_in_a_thread_is_refused_where_a_host_announces_its_end_by_a_signa
             raised.append(error)
 
     for drains in (False, True):
-        driver.drains_on_sigterm = lambda drains=drains: drains
+        driver.drains_on_sigterm = drains
         require()
         thread = threading.Thread(target=require, name="training")
         thread.start()

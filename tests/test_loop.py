@@ -49,14 +49,13 @@ from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.worker import local_rank
 from elastic_trainer.views.verify import verify
 from elastic_trainer.world import standby as standby
-from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.arithmetic import Arithmetic, computes_otherwise
 from elastic_trainer.world.collectives import PeersLost, World
 from elastic_trainer.world.generations import UPLOAD_FIRST_S, Generations, Hooks
-from elastic_trainer.world.place import RunOver
+from elastic_trainer.world.place import Driver, RunOver, Wants
 from elastic_trainer.world.replicas import ReplicaDiffers, ReplicasDisagree
 from elastic_trainer.world.transfer import Transfer
-from elastic_trainer.world.worker_status import Standing
+from elastic_trainer.world.worker_status import WorkerStatus
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer
@@ -449,7 +448,7 @@ def rehearse_alone(whole: JobOfTrain) -> None:
     """Warm up as a standby does."""
     moves = rehearse(
         whole,
-        Loop(whole, Launch(), Alone(), Events(None, attempt=1), "exact", Sending()).warm_up)
+        Loop(whole, Launch(), Driver(), Events(None, attempt=1), "exact", Sending()).warm_up)
     for microbatch in moves:
         microbatch.backward(whole.loss(whole.model, microbatch.batch))
 
@@ -488,9 +487,10 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
 
     threads = []
     for rank in range(size):
-        trainer = Trainer(make(rank), Launch(), Alone(), Events(None, attempt=1), reduce, Sending())
+        trainer = Trainer(make(rank), Launch(), Driver(), Events(None, attempt=1), reduce,
+                          Sending())
         trainer.world = Member(hub, rank)
-        trainer.generations = OneGeneration(Launch(), Alone(), trainer.events, trainer.hooks(),
+        trainer.generations = OneGeneration(Launch(), Driver(), trainer.events, trainer.hooks(),
                                             trainer.world)
         threads.append(threading.Thread(target=work, args=(rank, trainer)))
     for thread in threads:
@@ -753,7 +753,7 @@ def test_no_step_is_done_again_when_a_finished_run_is_started_again(run_dir: Pat
     assert again[2].facts("step.applied") == []
 
 
-class ToldToStop(Alone):
+class ToldToStop(Driver):
     """A driver that stops the attempt after so many steps."""
 
     def __init__(self, after: int):
@@ -762,8 +762,8 @@ class ToldToStop(Alone):
     def note(self, phase: str, step: int) -> None:
         self.step = step
 
-    def wants_stop(self) -> bool:
-        return self.step + 1 >= self.after
+    def wants(self) -> Wants:
+        return Wants(stop=self.step + 1 >= self.after)
 
 
 def test_the_last_step_is_in_the_store_when_the_attempt_is_stopped(
@@ -771,7 +771,7 @@ def test_the_last_step_is_in_the_store_when_the_attempt_is_stopped(
     """The worker leaves at the end of a step, after its checkpoint, and the next attempt goes on
     there."""
     model = built()
-    launch = Launch(run_dir=run_dir, run="run")
+    launch = Launch(run_dir=run_dir)
     events = Events(run_dir, run="run", attempt=1)
     with pytest.raises(RunOver) as over:
         Trainer(job(model), launch, ToldToStop(4), events, "exact", Sending()).run()
@@ -803,7 +803,7 @@ def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(
                                   (3, None, ConfigError)):
         launch, events = Launch(run_dir=run_dir, attempt=attempt,
                                 driver=driver), Events(run_dir, attempt=attempt)
-        trainer = Trainer(job(built()), launch, Alone(), events, "exact", Sending())
+        trainer = Trainer(job(built()), launch, Driver(), events, "exact", Sending())
         monkeypatch.setattr(trainer.checkpointing.checkpoints, "restore", refuse)
         with pytest.raises(ends, match=f"insist {attempt == 2}"):
             trainer._restore()
@@ -817,7 +817,7 @@ def test_the_age_of_the_last_checkpoint_is_minded_while_one_is_on_its_way(
     ears = Ears()
     events = Events(None, attempt=1)
     events.listeners.append(ears)
-    trainer = Trainer(job(built()), Launch(run_dir=run_dir), Alone(), events, "exact", Sending())
+    trainer = Trainer(job(built()), Launch(run_dir=run_dir), Driver(), events, "exact", Sending())
     checkpointing, clock = trainer.checkpointing, time.monotonic()
     assert (checkpoints := checkpointing.checkpoints)
     monkeypatch.setattr(checkpoints.publisher, "is_busy", lambda: True)
@@ -930,17 +930,14 @@ def test_a_worker_has_its_number_on_its_host_when_it_was_launched(
     assert local_rank() == 3
 
 
-class Wanting(Alone):
+class Wanting(Driver):
     """A driver that wants another world."""
 
     def __init__(self) -> None:
-        self.wants, self.leaves = True, False
+        self.changes, self.is_urgent = True, False
 
-    def wants_change(self) -> bool:  # type: ignore[override]
-        return self.wants
-
-    def must_hurry(self) -> bool:  # type: ignore[override]
-        return self.leaves
+    def wants(self) -> Wants:
+        return Wants(change=self.changes, is_urgent=self.is_urgent)
 
 
 def test_a_change_waits_for_the_shares_that_go_up() -> None:
@@ -950,17 +947,20 @@ def test_a_change_waits_for_the_shares_that_go_up() -> None:
     saving = [False]
     generations = Generations(Launch(), driver, Events(None, attempt=1),
                               Hooks(is_saving=lambda: saving[0]))
-    assert generations.take_wishes(100.0).change
+
+    def waits(now: float) -> bool:
+        return generations.change_waits(driver.wants(), now)
+
+    assert not waits(100.0)
     saving[0] = True
-    assert not generations.take_wishes(101.0).change
-    assert generations.take_wishes(101.0).change_soon
-    assert generations.take_wishes(100.0 + UPLOAD_FIRST_S).change
-    driver.wants = False
-    assert not generations.take_wishes(120.0).change
-    driver.wants = True
-    assert not generations.take_wishes(130.0).change
-    driver.leaves = True
-    assert generations.take_wishes(131.0).change
+    assert waits(101.0)
+    assert not waits(100.0 + UPLOAD_FIRST_S)
+    driver.changes = False
+    assert not waits(120.0)
+    driver.changes = True
+    assert waits(130.0)
+    driver.is_urgent = True
+    assert not waits(131.0)
 
 
 @pytest.mark.parametrize(
@@ -983,10 +983,10 @@ def test_a_step_that_is_done_again_is_logged_whichever_worker_had_begun_it(
     events.listeners.append(lambda event, about: heard.append((event, about["step"])))
     world, trained = World(), built()
     world.seat(0, len(ranks))
-    generations = Generations(Launch(), Alone(), events, Hooks(), world)
+    generations = Generations(Launch(), Driver(), events, Hooks(), world)
     state = LiveState(trained, torch.optim.SGD(trained.parameters(), 0.1))
-    monkeypatch.setattr(generations, "_exchange_standings",
-                        lambda state: [Standing(*rank, (8, 1), 0) for rank in ranks])
+    monkeypatch.setattr(generations, "_exchange_statuses",
+                        lambda state: [WorkerStatus(*rank, (8, 1), 0) for rank in ranks])
     monkeypatch.setattr(Transfer, "move", lambda *_, **__: None)
     for _ in range(2):
         state.committed, state.begun, state.has_state = ranks[0]
@@ -1080,7 +1080,7 @@ def test_the_warm_up_describes_the_arithmetic_of_a_worker(
 
     def said(**how: Any) -> Arithmetic:
         whole = job(built(torch.nn.Dropout(), **how), loss=loss)
-        trainer = Trainer(whole, Launch(), Alone(), Events(None, attempt=1), "exact", Sending())
+        trainer = Trainer(whole, Launch(), Driver(), Events(None, attempt=1), "exact", Sending())
         trainer.run()
         assert trainer.generations.arithmetic
         return trainer.generations.arithmetic
@@ -1103,7 +1103,7 @@ def test_a_standby_computes_as_a_worker_that_was_none() -> None:
                     schedule=Schedule(dataset_size=SIZE, **NUMBERS, max_steps=2))
         if rehearses:
             rehearse_alone(whole)
-        trainer = Trainer(whole, Launch(), Alone(), Events(None, attempt=1), "exact", Sending())
+        trainer = Trainer(whole, Launch(), Driver(), Events(None, attempt=1), "exact", Sending())
         trainer.run()
         assert trainer.generations.arithmetic
         return trainer.generations.arithmetic

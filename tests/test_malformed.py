@@ -24,7 +24,7 @@ from elastic_trainer.discovery import client
 from elastic_trainer.driver.driver import MendedDriver
 from elastic_trainer.driver.membership import Membership
 from elastic_trainer.driver.past import COUNTED_BY, Follower
-from elastic_trainer.driver.reached import LOG_EVERY_S, Reached, of_most
+from elastic_trainer.driver.progress import LOG_EVERY_S, Reached, of_most
 from elastic_trainer.driver.roster import Phase, Worker
 from elastic_trainer.events.log import Events, newest_attempt, read_events
 from elastic_trainer.events.log_shipper import (
@@ -309,7 +309,7 @@ COMMITTED = {
 MESSAGE = {
     "worker": "a/0/1", "count": 1, "pid": 2, "time": 1.0, "meets_at_once": True, "saves": False,
     "published": -1, "phase": "training", "generation": 1, "accepted": 0, "holds_state": True,
-    "drains": False, "step": 3, "door": 9, "unreachable": None, "hold_s": 0.25, "seen": "",
+    "drains": False, "step": 3, "probe_port": 9, "unreachable": None, "hold_s": 0.25, "seen": "",
     "arithmetic": {
         "program": 1, "inputs": 2, "result": 3, "facts": {"torch": "2"}, "is_exact": True
     }
@@ -391,13 +391,13 @@ def test_a_valid_message_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [("phase", "bogus"), ("phase", []), ("step", "7"), ("step", -1), ("step", 2**64),
-     ("generation", None), ("generation", 1.0), ("count", "1"), ("pid", -1), ("door", 70_000),
+     ("generation", None), ("generation", 1.0), ("count", "1"), ("pid", -1), ("probe_port", 70_000),
      ("accepted", {}), ("unreachable", "all"), ("unreachable", [1]), ("unreachable", ["x"] * 5000),
      ("arithmetic", [1]), ("arithmetic", {"program": 1}), ("time", float("nan")), ("time", "now"),
      ("error", "x" * 60_000), ("error", ["x"]), ("machine", {"step": 1}),
      ("machine", {"step": 1, "microbatch": 0, "kind": "x", "text": "y", "host": "another"}),
      ("published", 10**30), ("holds_state", 1), ("seen", ["x"]), ("hold_s", "1"), ("worker", 7),
-     ("step", None), ("accepted", None), ("published", None), ("error", None), ("door", None),
+     ("step", None), ("accepted", None), ("published", None), ("error", None), ("probe_port", None),
      ("time", None), ("saves", None)])
 def test_a_malformed_message_changes_nothing_at_the_driver(field: str, value: Any) -> None:
     """The driver decides on workers' reports: a text where a number belongs would end the
@@ -415,9 +415,9 @@ def test_a_malformed_message_changes_nothing_at_the_driver(field: str, value: An
     driver.membership.roster.members = ("a/0/1",)
     before = repr(vars(driver.membership.workers["a/0/1"]))
     with pytest.raises(MessageRefused, match="a malformed message"):
-        driver.desk.take(MESSAGE | {"hold_s": 0} | {field: value}, "127.0.0.1")
+        driver.messages.take(MESSAGE | {"hold_s": 0} | {field: value}, "127.0.0.1")
     assert repr(vars(driver.membership.workers["a/0/1"])) == before
-    driver.desk.take(MESSAGE | {"hold_s": 0}, "127.0.0.1")
+    driver.messages.take(MESSAGE | {"hold_s": 0}, "127.0.0.1")
     assert driver.membership.workers["a/0/1"].step == 3
 
 
@@ -431,19 +431,19 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
     events.listeners.append(lambda event, facts: logged.append((event, facts)))
     driver = MendedDriver(numbers, {}, [], events)
     driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0)
-    driver.desk.lines, early = Desk(lines.append, attempt=1), [True, False, False]
-    take = driver.desk.lines.take
+    driver.messages.lines, early = Desk(lines.append, attempt=1), [True, False, False]
+    take = driver.messages.lines.take
 
     def too_early_at_first(words: Event) -> None:
         if early.pop(0):
             raise TooEarly
         take(words)
 
-    driver.desk.lines.take = too_early_at_first  # type: ignore[method-assign]
-    server = MessageServer("127.0.0.1", KEY, driver.desk.take, lambda *_: None)
+    driver.messages.lines.take = too_early_at_first  # type: ignore[method-assign]
+    server = MessageServer("127.0.0.1", KEY, driver.messages.take, lambda *_: None)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     courier = Courier(
-        Launch(driver=f"127.0.0.1:{server.server_port}",
+        Launch(driver=f"127.0.0.1:{server.address[1]}",
                key=worker_key(KEY, "a/0/1"),
                worker="a/0/1",
                limits=Limits(driver_lost_s=60.0)))
@@ -451,7 +451,7 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
     courier.take(json.dumps(COMMITTED))
     assert courier.flush()
     server.shutdown()
-    assert lines == [json.dumps(COMMITTED)] and driver.desk.lines.forget("a/0/1") == 1
+    assert lines == [json.dumps(COMMITTED)] and driver.messages.lines.forget("a/0/1") == 1
     assert "the driver refused a line of the event log" in capsys.readouterr().err
     assert [event for event, _ in logged] == ["driver.stranger_refused"]
     assert "its step is missing, or not a whole number" in logged[0][1]["reason"]

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from elastic_trainer.config import Limits
-from elastic_trainer.driver.actions import Action, Differ, End, Form, OtherProgram, Stop
 from elastic_trainer.driver.membership import FAILED_RESTARTS, Membership
-from elastic_trainer.driver.roster import Phase, Worker
+from elastic_trainer.driver.roster import Action, End, Form, Phase, Report, Stop, Worker
 from elastic_trainer.wire.heartbeat import Heartbeat, MachineFault, News
 from elastic_trainer.wire.proof import Leaf, Proof
 from elastic_trainer.world.arithmetic import Arithmetic
@@ -106,6 +105,12 @@ class Fleet:
     def worker_on(self, host: str) -> str:
         return next(n for n, w in self.membership.workers.items()
                     if w.host == host and w.phase is not Phase.GONE)
+
+
+def reported(f: Fleet, event: str) -> list[dict[str, Any]]:
+    """Return the fields of an event that the driver was told to log."""
+    return [action.fields for action in f.acted
+            if isinstance(action, Report) and action.event == event]
 
 
 def fleet(hosts: str = "abcd",
@@ -423,10 +428,10 @@ def test_a_newcomer_that_computes_other_bits_gets_no_place(how: str) -> None:
     f.membership.hosts_listed({h: 1 for h in "abcd"})
     f.run(seconds=300)
     assert (f.membership.roster.generation, f.world()) == (1, ["a", "b", "c"])
-    logged = [a for a in f.acted if isinstance(a, Differ)]
-    assert [(a.host, a.other_host, a.is_refused, round(a.kept_out_s)) for a in logged] == [
+    logged = reported(f, "worker.arithmetic_differs")
+    assert [(it["host"], it["other_host"], it["refused"], it["kept_out_s"]) for it in logged] == [
         ("d", "a", True, 60), ("d", "a", True, 120), ("d", "a", True, 240)]
-    assert logged[0].differ == ({"cpu": ("Xeon", "EPYC")} if how == "program" else {})
+    assert logged[0]["differs"] == ({"cpu": ("Xeon", "EPYC")} if how == "program" else {})
 
 
 @pytest.mark.parametrize("policy", ["warn", "ring"])
@@ -434,14 +439,14 @@ def test_a_newcomer_that_computes_other_bits_enters_where_the_bits_are_not_promi
         policy: str) -> None:
     """With --mixed-hardware warn, and with the reducer ring; it is logged once."""
     f = fleet("abc")
-    f.membership.rounds.refuses_mixed = policy != "warn"
+    f.membership.differences.refuses_mixed = policy != "warn"
     f.computes = {h: replace(PLAIN, is_exact=policy == "warn") for h in "abc"}
     f.computes["d"] = replace(OTHER["program"], is_exact=policy == "warn")
     f.run()
     f.membership.hosts_listed({h: 1 for h in "abcd"})
     f.run()
     assert f.world() == ["a", "b", "c", "d"]
-    assert [a.is_refused for a in f.acted if isinstance(a, Differ)] == [False]
+    assert [it["refused"] for it in reported(f, "worker.arithmetic_differs")] == [False]
 
 
 @pytest.mark.parametrize(("odd", "world"), [("a", "bcd"), ("cd", "ab"), ("bcd", "bcd")])
@@ -463,8 +468,8 @@ def test_all_newcomers_enter_when_there_is_no_sign_that_the_bits_differ(other: A
     f.computes = dict.fromkeys("abc", PLAIN) | {"d": other}
     f.run(20)
     assert f.world() == ["a", "b", "c", "d"]
-    assert [a.is_arithmetic for a in f.acted
-            if isinstance(a, Differ)] == [False] * (other.inputs == 9)
+    assert len(reported(f, "worker.weights_differ_as_built")) == (other.inputs == 9)
+    assert not reported(f, "worker.arithmetic_differs")
 
 
 def test_the_back_off_has_a_limit_when_a_host_fails_for_days() -> None:
@@ -1038,9 +1043,9 @@ def test_a_newcomer_with_other_data_gets_no_place_and_the_others_go_on() -> None
     f.run(20)
     f.membership.hosts_listed({"a": 1, "b": 1, "c": 1, "d": 1})
     f.run(seconds=500)
-    told = [action for action in f.acted if isinstance(action, OtherProgram)]
-    assert [(one.host, one.parts) for one in told] == [("c", ("samples",))] * len(told)
-    assert [round(one.kept_out_s) for one in told[:3]] == [60, 120, 240]
+    told = reported(f, "worker.program_differs")
+    assert [(one["host"], one["parts"]) for one in told] == [("c", ["samples"])] * len(told)
+    assert [one["kept_out_s"] for one in told[:3]] == [60, 120, 240]
     assert sorted(f.world()) == ["a", "b", "d"]
 
 
@@ -1052,7 +1057,7 @@ def test_a_newcomer_gets_a_place_when_what_differs_may_differ(
         theirs: Proof | None, allowed: tuple[str, ...]) -> None:
     """--allow-change names a part, or an option of the optimizer; weights are received."""
     f = fleet("ab")
-    f.membership.programs.allowed = allowed
+    f.membership.differences.allowed = allowed
     f.proves = {"a": proof(optimizer={"optimizer.lr": "0.1"} if "training.lr" in allowed else {})}
     f.proves |= {"b": f.proves["a"]} | ({"c": theirs} if theirs else {})
     f.run(20)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from test_terminal import log, status_of
 
-from elastic_trainer.driver.now import ALIVE_S, MOST_WHAT, NowFile, is_due, kept, now_of
+from elastic_trainer.driver.progress import ALIVE_S, MOST_WHAT, NowFile, is_due, kept, now_of
 from elastic_trainer.driver.roster import Phase, Roster
 from elastic_trainer.events.now import (
     FRESH_COPY_S,
@@ -230,9 +230,10 @@ def test_a_file_that_cannot_be_written_is_reported_once(
 def test_a_file_system_that_hangs_holds_neither_the_lock_nor_the_end(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread that writes waits in the kernel: for a reader of a pipe, as for a server."""
-    monkeypatch.setattr("elastic_trainer.driver.now.EVERY_S", 0.01)
-    monkeypatch.setattr("elastic_trainer.driver.now.LAST_S", 0.01)
-    pipe, lock, has_begun = tmp_path / f".{NOW_FILE}.new", threading.RLock(), threading.Event()
+    monkeypatch.setattr("elastic_trainer.driver.progress.EVERY_S", 0.01)
+    monkeypatch.setattr("elastic_trainer.driver.progress.LAST_S", 0.01)
+    pipe = tmp_path / f".{NOW_FILE}.{os.getpid()}"
+    lock, has_begun = threading.RLock(), threading.Event()
     os.mkfifo(pipe)
 
     class Noted(Roster):

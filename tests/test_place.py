@@ -19,16 +19,16 @@ import pytest
 from ports import free_port
 
 from elastic_trainer.config import ConfigError, Launch, Limits
+from elastic_trainer.wire.heartbeat import Heartbeat, RankAssignment
 from elastic_trainer.wire.messages import MessageServer
 from elastic_trainer.wire.seal import worker_key
-from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.our_driver import OurDriver
-from elastic_trainer.world.place import Dismissed, DriverHooks, Place, RunOver
+from elastic_trainer.world.place import Dismissed, Driver, DriverHooks, RunOver, Wants
 from elastic_trainer.world.plain_driver import PlainDriver
 from elastic_trainer.world.reach import (
-    answer_door,
+    close_probes,
     interface_towards,
-    open_door,
+    open_listener,
     own_address_towards,
     unreachable,
 )
@@ -40,6 +40,8 @@ SOON_LOST = replace(LIMITS, driver_lost_s=0.3)
 DEADLINE_S = 60.0
 GRAVES: list[socket.socket] = []
 Words = dict[str, Any]
+LEFT_OUT = vars(Heartbeat(count=0, phase="", generation=0))
+"""What a worker leaves out of a message, because it is the default."""
 
 
 class Script:
@@ -52,13 +54,14 @@ class Script:
         self.changed = threading.Condition()
         self.is_over = False
         self.server = MessageServer("127.0.0.1", RUN_KEY, self.answer, lambda *_: None)
-        self.address = f"127.0.0.1:{self.server.server_port}"
+        self.address = f"127.0.0.1:{self.server.address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, words: Words, address: str) -> Words:
         with self.changed:
             if self.is_over:
                 raise ConnectionError("the driver is gone")
+            words = LEFT_OUT | words
             self.heard.append(words)
             self.changed.notify_all()
             self.changed.wait_for(lambda: self.told(words)["version"] != words["seen"],
@@ -86,10 +89,10 @@ class Script:
         Gloo, which takes us for a peer.
         """
         self.server.shutdown()
-        self.server.server_close()
+        self.server.close()
         GRAVES.append(socket.socket())
         GRAVES[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        GRAVES[-1].bind(self.server.server_address)
+        GRAVES[-1].bind(self.server.address)
 
 
 @pytest.fixture
@@ -113,7 +116,7 @@ def worker(script: Script) -> Iterator[Callable[..., OurDriver]]:
 
     yield make
     for driver in made:
-        driver.finish(0)
+        driver.report(phase="finished", step=0)
     script.is_over = True
     for driver in made:
 
@@ -152,12 +155,12 @@ def test_a_worker_has_its_place_when_it_has_accepted_the_offer(
     """It reports that it is ready, receives the offer, accepts it, and receives its place."""
     script.say(placed_when_accepted(1))
     driver = worker()
-    assert driver.next_place(False, 0) == Place(generation=1,
+    assert driver.next_place(False, 0) == RankAssignment(generation=1,
                                                 rank=1,
                                                 size=3,
                                                 local_rank=0,
                                                 local_size=1,
-                                                rendezvous=("127.0.0.1", 4711))
+                                                address="127.0.0.1", port=4711)
     assert [(w["phase"], w["accepted"], w["holds_state"]) for w in script.heard] == [
         ("standby", 0, False), ("standby", 7, False)]
     assert {(w["worker"], w["pid"]) for w in script.heard} == {("a/0/1", os.getpid())}
@@ -202,29 +205,29 @@ def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script,
     assert [(w["accepted"], w["unreachable"]) for w in script.heard] == [(0, None), (7, ["b/0/2"])]
 
 
-def test_a_worker_can_be_reached_at_its_door(script: Script, worker: Callable[...,
+def test_a_worker_can_be_reached_at_its_listener(script: Script, worker: Callable[...,
                                                                               OurDriver]) -> None:
     """Any number of times: each connection is closed at once."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
-    door = script.wait_for(lambda w: w["door"])["door"]
+    listener = script.wait_for(lambda w: w["probe_port"])["probe_port"]
     for _ in range(3):
-        with socket.create_connection(("127.0.0.1", door), DEADLINE_S) as knock:
-            knock.settimeout(DEADLINE_S)
-            assert knock.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", listener), DEADLINE_S) as probe:
+            probe.settimeout(DEADLINE_S)
+            assert probe.recv(1) == b""
 
 
-def test_a_door_lets_all_go_who_can_wait_there() -> None:
+def test_a_listener_lets_all_go_who_can_wait_there() -> None:
     """At each heartbeat: a queue that others keep full would make this worker unreachable for its
     peers."""
     with ExitStack() as stack:
-        door = stack.enter_context(open_door("127.0.0.1:1"))
-        knocks = [stack.enter_context(socket.create_connection(door.getsockname(), DEADLINE_S))
+        listener = stack.enter_context(open_listener("127.0.0.1:1"))
+        probes = [stack.enter_context(socket.create_connection(listener.getsockname(), DEADLINE_S))
                   for _ in range(300)]
-        answer_door(door)
-        for knock in knocks:
-            knock.setblocking(False)
-            assert knock.recv(1) == b""
+        close_probes(listener)
+        for probe in probes:
+            probe.setblocking(False)
+            assert probe.recv(1) == b""
 
 
 def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(
@@ -233,7 +236,7 @@ def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(
     driver = worker()
     script.say(place(1))
     assert driver.next_place(False, 0).generation == 1
-    found: list[Place] = []
+    found: list[RankAssignment] = []
     waiting = threading.Thread(target=lambda: found.append(driver.next_place(True, 12)))
     waiting.start()
     word = script.wait_for(lambda w: w["phase"] == "waiting")
@@ -425,10 +428,10 @@ def test_a_change_is_wanted_when_the_driver_gives_notice(script: Script,
     """And no stop with it."""
     driver = worker()
     training(script, driver)
-    assert not driver.wants_change()
+    assert not driver.wants().change
     script.say(place(1, notice=True))
-    until(driver.wants_change)
-    assert not driver.wants_stop()
+    until(lambda: driver.wants().change)
+    assert not driver.wants().stop
 
 
 def test_a_change_is_wanted_when_this_worker_drains(script: Script,
@@ -437,7 +440,7 @@ def test_a_change_is_wanted_when_this_worker_drains(script: Script,
     driver = worker()
     training(script, driver)
     driver.drain()
-    assert driver.wants_change()
+    assert driver.wants().change
     script.wait_for(lambda w: w["drains"])
 
 
@@ -446,9 +449,9 @@ def test_a_stop_is_wanted_when_the_attempt_is_over(script: Script,
     """The worker leaves at its next step."""
     driver = worker()
     training(script, driver)
-    assert not driver.wants_stop()
+    assert not driver.wants().stop
     script.say({"over": "interrupted", "detail": ""})
-    until(driver.wants_stop)
+    until(lambda: driver.wants().stop)
 
 
 def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script,
@@ -461,9 +464,9 @@ def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script,
         raise RuntimeError("a fault of the driver's own, as planned")
 
     script.say(nothing)
-    until(driver.wants_stop)
+    until(lambda: driver.wants().stop)
     script.say(place(1))
-    until(lambda: not driver.wants_stop())
+    until(lambda: not driver.wants().stop)
 
 
 # --- what a worker says ---------------------------------------------------------------------------
@@ -474,22 +477,24 @@ def test_the_driver_gets_the_error_when_the_users_code_fails(
     """Its whole text, before the worker ends."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
-    driver.fail("Traceback …\nValueError: bad sample")
+    driver.report(error="Traceback …\nValueError: bad sample")
     assert any(w.get("error") == "Traceback …\nValueError: bad sample" for w in script.heard)
 
 
 def test_the_others_go_on_when_a_worker_fails_before_it_stands_ready(
         script: Script, worker: Callable[..., OurDriver]) -> None:
     """What fails while it boots may be its host's fault, so it does not end the run."""
-    worker().fail("a traceback")
+    worker().report(error="a traceback")
     assert script.heard == []
 
 
 def test_the_driver_gets_the_message_that_the_last_vote_has_passed(
         script: Script, worker: Callable[..., OurDriver]) -> None:
     """With the number of steps."""
-    worker().finish(12)
-    assert (script.heard[-1]["phase"], script.heard[-1]["step"]) == ("finished", 12)
+    driver = worker()
+    driver.start(DriverHooks(), False, 0)
+    driver.report(phase="finished", step=12)
+    assert ("finished", 12) in [(w["phase"], w["step"]) for w in script.heard]
 
 
 def test_the_driver_gets_a_message_when_a_worker_starts_anew_in_place(
@@ -505,8 +510,8 @@ def test_nothing_fails_when_the_driver_is_gone(
     driver = worker(limits=SOON_LOST)
     driver.start(DriverHooks(), False, 0)
     script.stop()
-    driver.fail("a traceback")
-    driver.finish(3)
+    driver.report(error="a traceback")
+    driver.report(phase="finished", step=3)
     driver.revive_soon()
 
 
@@ -526,18 +531,11 @@ def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(
 
 def test_there_is_one_place_without_a_launcher() -> None:
     """A world of one in all cases."""
-    alone = Alone()
+    alone = Driver()
     alone.note("training", 3)
-    alone.fail("a traceback")
-    alone.finish(3)
-    assert alone.next_place(True, 3) == Place(generation=1,
-                                              rank=0,
-                                              size=1,
-                                              local_rank=0,
-                                              local_size=1,
-                                              rendezvous=None)
-    assert not (alone.wants_change() or alone.wants_stop() or alone.is_broken()
-                or alone.is_finished())
+    alone.report(error="a traceback")
+    assert alone.next_place(True, 3) == RankAssignment(generation=1, rank=0, size=1)
+    assert alone.wants() == Wants() and not alone.is_broken()
 
 
 # --- plain horovodrun -----------------------------------------------------------------------------
@@ -585,7 +583,7 @@ class Horovodrun:
             monkeypatch.setenv(f"HOROVOD_{name}", str(value))
         for name in ("KEY", "TOKEN"):
             monkeypatch.setenv(f"_HOROVOD_LAUNCH_{name}", "6b6579")
-        return PlainDriver(Launch(attempt=attempt, horovod=True))
+        return PlainDriver(replace(Launch.from_environment(), attempt=attempt))
 
 
 def test_a_host_is_not_forgotten_when_it_is_announced_while_plain_horovodrun_makes_a_round(
@@ -598,10 +596,10 @@ def test_a_host_is_not_forgotten_when_it_is_announced_while_plain_horovodrun_mak
     driver.next_place(False, 0)
     driver.on_hosts_updated(0, None)
     driver.next_place(True, 1)
-    assert not driver.wants_change()
+    assert not driver.wants().change
     during.append(driver)
     driver.next_place(True, 2)
-    assert driver.wants_change()
+    assert driver.wants().change
     horovodrun.server.shutdown()
 
 
@@ -626,9 +624,9 @@ def test_a_worker_leaves_at_a_step_boundary_when_it_is_terminated_under_plain_ho
     horovodrun = Horovodrun(on_seat=lambda: asked.append(True))
     driver = horovodrun.worker(monkeypatch, 0, 1, attempt=1)
     driver.next_place(False, 0)
-    assert not (driver.wants_change() or driver.drains() or driver.must_hurry())
+    assert not (driver.wants().change or driver.wants().drains or driver.wants().is_urgent)
     driver.drain()
-    assert driver.wants_change() and driver.drains() and driver.must_hurry()
+    assert driver.wants().change and driver.wants().drains and driver.wants().is_urgent
     with pytest.raises(Dismissed):
         driver.next_place(True, 1)
     assert not asked
@@ -646,7 +644,6 @@ def test_a_worker_takes_its_driver_from_the_environment() -> None:
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "ELASTIC_TRAINER_REDUCE": "ring"
     })
     assert launch == Launch(run_dir=Path("/runs/x"),
-                            run="x",
                             attempt=3,
                             driver="10.0.0.1:99",
                             key=KEY,
@@ -654,6 +651,7 @@ def test_a_worker_takes_its_driver_from_the_environment() -> None:
                             host="a",
                             slot=1,
                             horovod=True,
+                            rendezvous=("10.0.0.1", 0),
                             reduce="ring",
                             reduce_asked="ring")
 

@@ -22,7 +22,7 @@ from elastic_trainer.config import EXIT_USER_ERROR, ConfigError
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.views.verify import verify
 from elastic_trainer.wire.proof import Leaf, Proof
-from elastic_trainer.world.same_program import require_same_program
+from elastic_trainer.world.mixture import require_same_program
 
 NAMED = re.compile(r"sample \d+, field `0`, position 0 has another value")
 

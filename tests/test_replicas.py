@@ -165,7 +165,7 @@ def test_the_odd_ones_are_those_whom_more_than_half_contradict(held: str, majori
                                                                odd: Any) -> None:
     """If no more than half hold the same bits, there is no majority."""
     found = judge([[("w", ord(one)), ("v", 1)] for one in held])
-    assert (found.majority, found.odd, found.tensors) == (majority, odd, ("w",))
+    assert (found.majority, found.outliers, found.tensors) == (majority, odd, ("w",))
 
 
 @pytest.mark.parametrize(("held", "received", "before", "majority", "holders"), [

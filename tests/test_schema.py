@@ -55,7 +55,7 @@ def emitted() -> list[Place]:
             if not isinstance(call, ast.Call):
                 continue
             called = ast.unparse(call.func).rpartition(".")[2]
-            if called not in ("emit", "append_event", "Remark"):
+            if called not in ("emit", "append_event", "Remark", "report"):
                 continue
             literals = [it.value for argument in call.args[:2] for it in ast.walk(argument)
                         if isinstance(it, ast.Constant) and isinstance(it.value, str)]

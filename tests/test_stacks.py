@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from test_standby import Bench, bench  # noqa: F401 (a fixture)
 
-from elastic_trainer.driver.actions import Start
 from elastic_trainer.driver.process import WorkerProcess
+from elastic_trainer.driver.roster import Start
 from elastic_trainer.driver.standby_shim import through_shim
 from elastic_trainer.host import stacks
 
@@ -98,7 +98,7 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: None) -> Iter
 @WHERE
 def test_a_worker_that_was_a_standby_gives_its_stacks_and_its_state(
         bench: Bench, workers: Workers, is_far: bool) -> None:  # noqa: F811
-    """It is in the process group of its keeper."""
+    """It is in the process group of its monitor."""
     then = HANGS.replace("THREADS", "0").replace("BEFORE", "''")
     bench.write(then)
     bench.serve()

@@ -19,23 +19,23 @@ from cluster import Cluster, weights_alone
 from hanging import JOB, hang
 
 from elastic_trainer.config import Limits
-from elastic_trainer.driver import evictions
-from elastic_trainer.driver.actions import Stop
+from elastic_trainer.driver import ends
 from elastic_trainer.driver.membership import Membership
-from elastic_trainer.driver.roster import Phase, Worker
+from elastic_trainer.driver.roster import Phase, Stop, Worker
 from elastic_trainer.driver.rounds import Offer
 from elastic_trainer.driver.stalls import (
     ALL_LATE_S,
     LEAST_S,
     Member,
     Stalls,
+    Stragglers,
     lasting,
     limit_s,
     slow_host,
+    slowest,
     stood_s,
     waited_for,
 )
-from elastic_trainer.driver.stragglers import Stragglers, slowest
 from elastic_trainer.events.mark import PHASES, Mark
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.host import stacks
@@ -100,7 +100,7 @@ def test_each_hang_is_named_and_what_hangs_for_good_is_replaced(tmp_path: Path) 
                                    (hung, 1, "load", "in __getitem__")):
         assert (one["host"], one["rank"], one["phase"], one["state"]) == (
             host(rank), rank, phase, "answers"), one
-        assert "microbatch" in one["what"] and line in one["stacks"][one["worker"]]
+        assert "micro-batch" in one["what"] and line in one["stacks"][one["worker"]]
         assert len(one["waiting"]) == 3
     assert (gil["host"], gil["phase"], gil["state"]) == (host(3), "forward", "silent"), gil
     assert "in loss" in gil["stacks"][gil["worker"]]
@@ -214,8 +214,7 @@ class Scene:
             roster.workers[name].generation = 1
         self.stalls = Stalls(self.membership, {}, lambda: {n: n[:2] for n in roster.members},
                              self.emit)
-        env = {"ELASTIC_TRAINER_REPLACE_STRAGGLERS": str(int(replaces))}
-        self.stragglers = Stragglers(self.membership, env, self.emit)
+        self.stragglers = Stragglers(self.membership, replaces, self.emit)
 
     def emit(self, event: str, **facts: Any) -> None:
         self.events.append({"event": event, **facts})
@@ -289,7 +288,7 @@ def test_who_hangs_is_replaced_if_all_others_wait_for_it(ats: list[At | None],
     for limits, expected in (("", set()), ("hang_s=5", hung)):
         scene = Scene(limits)
         scene.hear(100.0, *ats)
-        stops = evictions.evict(scene.membership.roster, scene.membership.limits, 100.0,
+        stops = ends.evict(scene.membership.roster, scene.membership.limits, 100.0,
                                 is_finished=False)
         assert {stop.worker for stop in stops if isinstance(stop, Stop)} == expected
         assert all(stop.reason == "hung" for stop in stops if isinstance(stop, Stop))
@@ -322,7 +321,7 @@ def test_who_is_replaced_before_its_step_has_a_verdict_is_asked_for_its_stacks()
         now, age_s = 100.0 + tick / 4, tick / 4
         at = replace(WAITS, for_s=age_s, waits_s=age_s + 0.001)
         scene.hear(now, at, replace(at, phase="behind", waits_s=0.0), at)
-        stops += evictions.evict(roster, scene.membership.limits, now, is_finished=False)
+        stops += ends.evict(roster, scene.membership.limits, now, is_finished=False)
         for stop in stops:
             assert isinstance(stop, Stop)
             scene.stalls.give_up(stop, now)

@@ -1,7 +1,7 @@
-"""Standbys with real processes: the shim, the keeper and the service; then in a real cluster of
+"""Standbys with real processes: the shim, the monitor and the service; then in a real cluster of
 four workers.
 
-The numbers in brackets are those of elastic_trainer/driver/standby_keeper.py's head comment.
+The numbers in brackets are those of elastic_trainer/driver/standby_monitor.py's head comment.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from cluster import Cluster, is_running
 
 from elastic_trainer.driver import standby_shim as shim
 from elastic_trainer.driver.remote import workers_of
-from elastic_trainer.driver.standby_keeper import differing, idle_cores
-from elastic_trainer.driver.standby_local import local_standbys
+from elastic_trainer.driver.standby_monitor import differing, idle_cores
+from elastic_trainer.driver.standby_pool import local_standbys
 from elastic_trainer.events.log import read_events
 from elastic_trainer.host.processes import is_worker
 from elastic_trainer.world.standby import changed_files, merged, write_environment
@@ -83,7 +83,7 @@ class Bench:
                 [str(ROOT), *sys.path])
         }
         self.started: list[subprocess.Popen[bytes]] = []
-        self.keepers: set[int] = set()
+        self.monitors: set[int] = set()
         (folder / "events.jsonl").touch()
 
     def write(self, then: str = "", boot: str = "") -> None:
@@ -121,8 +121,8 @@ class Bench:
             wait_for(f"{count} standbys",
                      lambda: len(found := sorted(self.sockets.glob("*.sock"))) >= count and found))
 
-    def keeper(self) -> int:
-        """Return the pid of the keeper of the only standby."""
+    def monitor(self) -> int:
+        """Return the pid of the monitor of the only standby."""
         [path] = self.booted()
         return int(path.stem.rpartition("-")[2])
 
@@ -239,14 +239,14 @@ def test_the_place_is_handed_over(bench: Bench) -> None:
     """[1, 3] Environment, both outputs with what was said before, name and exit code."""
     bench.write("sys.exit(7)")
     service = bench.serve()
-    keeper = bench.keeper()
+    monitor = bench.monitor()
     worker = bench.take()
     out, err = worker.communicate(timeout=DEADLINE_S)
     facts = bench.here()
     assert (worker.returncode, out, err) == (7, b"imported\nout\n", b"err\n")
     assert facts["was"] and facts["pid"] != worker.pid and not facts["hidden"]
     assert (facts["name"], facts["key"]) == ("host/0/1", "secret")
-    wait_for("the keeper's end", lambda: not is_running(keeper))
+    wait_for("the monitor's end", lambda: not is_running(monitor))
     assert service.poll() is None
 
 
@@ -337,8 +337,8 @@ def test_the_worker_dies_with_its_shim(bench: Bench, is_frozen: bool) -> None:
     wait_for("the worker's end", lambda: not is_running(pid))
 
 
-def test_the_worker_and_its_shim_die_with_the_keeper(bench: Bench) -> None:
-    """[2] Nobody else does: the other worker's keeper is another process."""
+def test_the_worker_and_its_shim_die_with_the_monitor(bench: Bench) -> None:
+    """[2] Nobody else does: the other worker's monitor is another process."""
     bench.write(WAITS)
     bench.serve(slots=2)
     bench.booted(2)
@@ -354,22 +354,22 @@ def test_the_worker_and_its_shim_die_with_the_keeper(bench: Bench) -> None:
 
 def test_a_worker_behind_a_script_is_one_as_any_other(bench: Bench) -> None:
     """[2, 3] What the script sets stays set; a signal ends both; the worker dies with its killed
-    keeper though its parent is the script.
+    monitor though its parent is the script.
     """
     bench.behind_a_script()
     bench.write(
         "open(facts['name'][0], 'w').write(os.environ['OF_SCRIPT'] + os.environ['PATH'])\n" + WAITS)
     bench.serve()
-    keeper = bench.keeper()
+    monitor = bench.monitor()
     worker = bench.take("a/0/1", PATH=os.environ["PATH"] + ":/of/driver")
     pid = bench.here("a/0/1")["pid"]
     script = parent_of(pid)
-    assert parent_of(script) == keeper
+    assert parent_of(script) == monitor
     wait_for("its variables", lambda:
              (bench.folder / "a").exists() and (bench.folder / "a").read_text())
     assert (bench.folder / "a").read_text() == f"set/of/script:{os.environ['PATH']}"
     os.kill(pid, signal.SIGSTOP)
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(monitor, signal.SIGKILL)
     assert worker.wait(DEADLINE_S) == -signal.SIGKILL
     wait_for("the end of both", lambda: not is_running(pid) and not is_running(script))
 
@@ -408,7 +408,7 @@ def test_a_scripts_output_goes_where_it_sends_it(bench: Bench, line: str, logged
     assert err == (b"err\n" if "tee" in line else b"")
 
 
-def test_a_script_that_boots_dies_with_its_keeper(bench: Bench) -> None:
+def test_a_script_that_boots_dies_with_its_monitor(bench: Bench) -> None:
     """[2] It was stopped, perhaps, and nobody would ever let it go on."""
     bench.behind_a_script()
     bench.write(
@@ -432,7 +432,7 @@ def test_only_those_that_wait_die_with_the_service(bench: Bench, number: signal.
     [left] = [int(path.stem.rpartition("-")[2]) for path in bench.booted()]
     service.send_signal(number)
     service.wait(DEADLINE_S)
-    wait_for("the keeper's end", lambda: not is_running(left))
+    wait_for("the monitor's end", lambda: not is_running(left))
     assert not list(bench.sockets.glob("*.sock"))
     assert is_running(pid)
     worker.send_signal(signal.SIGTERM)
@@ -534,30 +534,30 @@ def test_the_command_runs_when_the_standby_is_frozen(bench: Bench) -> None:
     """It does not answer when its place comes: it is killed, and said to have failed."""
     bench.write("while True: time.sleep(0.05)", boot="open('boots', 'w').write(str(os.getpid()))")
     bench.serve()
-    keeper = bench.keeper()
+    monitor = bench.monitor()
     pid = int((bench.folder / "boots").read_text())
     os.kill(pid, signal.SIGSTOP)
     bench.take()
     assert not bench.here()["was"]
-    wait_for("the keeper's end", lambda: not is_running(keeper) and not is_running(pid))
+    wait_for("the monitor's end", lambda: not is_running(monitor) and not is_running(pid))
     wait_for("its failure", lambda: bench.events("standby.failed"))
 
 
-def test_the_command_runs_when_the_keeper_is_frozen(bench: Bench) -> None:
+def test_the_command_runs_when_the_monitor_is_frozen(bench: Bench) -> None:
     """And when it thaws it gives nothing to a shim that has gone."""
     bench.write(WAITS)
     bench.serve()
-    keeper = bench.keeper()
-    os.kill(keeper, signal.SIGSTOP)
+    monitor = bench.monitor()
+    os.kill(monitor, signal.SIGSTOP)
     worker = bench.take()
     facts = bench.here()
     assert not facts["was"]
-    os.kill(keeper, signal.SIGCONT)
-    wait_for("the keeper's end", lambda: not is_running(keeper))
+    os.kill(monitor, signal.SIGCONT)
+    wait_for("the monitor's end", lambda: not is_running(monitor))
     assert is_running(facts["pid"]) and worker.pid == facts["pid"]
 
 
-def test_the_command_runs_when_the_socket_is_a_dead_keepers(bench: Bench) -> None:
+def test_the_command_runs_when_the_socket_is_a_dead_monitors(bench: Bench) -> None:
     bench.write()
     name = f"{shim.command_name(bench.command, str(bench.folder))}-1234567.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
@@ -603,7 +603,7 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
     diary = bench.folder / "events.jsonl"
     diary.write_text('{"event": "worker.step_committed"}\n')
     command = [sys.executable, "-c", "import sys; from pathlib import Path\n"
-               "from elastic_trainer.standby import service as standby\n"
+               "from elastic_trainer.driver import standby_pool as standby\n"
                "def later(seconds):\n"
                "    print('waits', flush=True); sys.stdin.readline()\n"
                "standby.time.sleep = later\n"

@@ -13,7 +13,7 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.checkpointing import Checkpointing
 from elastic_trainer.training.timing import OVERDUE_INTERVALS, Pace, Timing
-from elastic_trainer.world.alone import Alone
+from elastic_trainer.world.place import Driver
 
 
 def train(timing: Timing, step_s: float, *, beside_s: float) -> None:
@@ -31,7 +31,7 @@ def test_what_an_upload_adds_is_measured_within_a_world() -> None:
     Nor is an upload that the change of the world has dropped."""
     model = torch.nn.Linear(1, 1)
     state = LiveState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    checkpointing = Checkpointing(None, state, Alone(), Launch(), Events(None))
+    checkpointing = Checkpointing(None, state, Driver(), Launch(), Events(None))
     timing = checkpointing.timing
     train(timing, 1.0, beside_s=1.125)
     train(timing, 1.0, beside_s=1.125)

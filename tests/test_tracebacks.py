@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError
-from elastic_trainer.driver.tracebacks import Stream, Tracebacks
 from elastic_trainer.host import own
+from elastic_trainer.host.tracebacks import Stream, Tracebacks
 
 OURS = str(Path(own.ROOT, "elastic_trainer", "training", "trainer.py"))
 BLOCK = [

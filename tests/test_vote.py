@@ -9,13 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulated import Hub, Member
 
-from elastic_trainer.world.vote import Ballot, CheckpointBallot, Outcome, Wishes
+from elastic_trainer.world.place import Wants
+from elastic_trainer.world.vote import Ballot, CheckpointBallot, Outcome
 
-WISHES = st.builds(Wishes,
-                   change=st.booleans(),
-                   change_soon=st.booleans(),
-                   stop=st.booleans(),
-                   drains=st.booleans())
+WANTS = st.builds(Wants, change=st.booleans(), stop=st.booleans(), drains=st.booleans())
 CHECKPOINTS = st.builds(CheckpointBallot,
                         is_uploaded=st.booleans(),
                         has_failed=st.booleans(),
@@ -24,26 +21,28 @@ CHECKPOINTS = st.builds(CheckpointBallot,
 BALLOTS = st.builds(
     Ballot, samples=st.integers(0, 2**30), digest=st.integers(0, 2**40), has_failed=st.booleans(),
     clock_ms=st.integers(0, 2**40), finishes=st.booleans(), checkpoint=CHECKPOINTS,
-    checksum=st.sampled_from([0, 1, 2**16, 2**32 - 1]), wishes=WISHES,
+    checksum=st.sampled_from([0, 1, 2**16, 2**32 - 1]), wants=WANTS,
+    change_waits=st.booleans(),
     modes=st.sampled_from([0, 1, 2**16, 2**32 - 1]))
 
 
 def counted(ballots: list[Ballot]) -> Outcome:
     """Return the outcome of a vote, by its definition, without a network."""
-    wishes, checkpoints = [ballot.wishes
-                           for ballot in ballots], [ballot.checkpoint for ballot in ballots]
+    wants = [ballot.wants for ballot in ballots]
+    checkpoints = [ballot.checkpoint for ballot in ballots]
     return Outcome(voters=len(ballots),
                    samples=sum(b.samples for b in ballots),
                    digest=sum(b.digest for b in ballots),
-                   change=any(wish.change or wish.stop for wish in wishes),
-                   stop=all(wish.stop for wish in wishes),
+                   change=any(b.wants.stop or (b.wants.change and not b.change_waits)
+                              for b in ballots),
+                   stop=all(one.stop for one in wants),
                    has_failure=any(b.has_failed for b in ballots),
                    uploaded=sum(c.is_uploaded for c in checkpoints),
                    upload_failed=any(c.has_failed for c in checkpoints),
                    checkpoint=any(c.is_wanted for c in checkpoints),
                    published=checkpoints[0].newest_step,
-                   all_drain=all(wish.drains for wish in wishes),
-                   change_waits=any(wish.change_soon for wish in wishes),
+                   all_drain=all(one.drains for one in wants),
+                   change_waits=any(one.change for one in wants),
                    differs=len({b.checksum
                                 for b in ballots}) > 1,
                    modes_differ=len({b.modes for b in ballots}) > 1,

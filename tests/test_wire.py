@@ -50,7 +50,7 @@ class Ear:
         self.released = threading.Event()
         self.server = MessageServer("127.0.0.1", KEY, self.answer,
                                     lambda *refusal: self.refused.append(refusal))
-        self.address = f"127.0.0.1:{self.server.server_port}"
+        self.address = f"127.0.0.1:{self.server.address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def answer(self, message: dict[str, Any], address: str) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Ear:
     def close(self) -> None:
         self.released.set()
         self.server.shutdown()
-        self.server.server_close()
+        self.server.close()
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_all_are_served_when_a_fleet_connects_before_the_driver_accepts() -> Non
     server = MessageServer("127.0.0.1", KEY, lambda message, address: message, lambda *_: None,
                            expected=lambda: 200)
     connections = [
-        http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=TIMEOUT_S)
+        http.client.HTTPConnection("127.0.0.1", server.address[1], timeout=TIMEOUT_S)
         for _ in range(200)
     ]
     for connection in connections:
@@ -322,7 +322,7 @@ def test_all_are_served_when_a_fleet_connects_before_the_driver_accepts() -> Non
     for connection in connections:
         connection.close()
     server.shutdown()
-    server.server_close()
+    server.close()
 
 
 def test_a_message_arrives_when_the_kept_connection_was_closed_since(
@@ -405,7 +405,7 @@ def test_the_answer_to_one_worker_is_none_to_its_neighbour(ear: Ear) -> None:
     client.session.name, neighbour = "0" * 16, DriverClient("127.0.0.1:1", "a/1/2",
                                                             worker_key(KEY, "a/1/2"), TIMEOUT_S)
     neighbour.session.name = "0" * 16
-    with socket.create_connection(("127.0.0.1", ear.server.server_port), TIMEOUT_S) as connection:
+    with socket.create_connection(("127.0.0.1", ear.server.address[1]), TIMEOUT_S) as connection:
         number, body = client.session.nonce(), b'{"worker": "a/0/1"}'
         connection.sendall(post(body, **headers(number, body)))
         recorded = connection.recv(65536)
@@ -457,7 +457,7 @@ def held(ear: Ear) -> Iterator[Callable[..., socket.socket]]:
     with ExitStack() as stack:
         def hold(data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
             connection = stack.enter_context(socket.create_connection(
-                ("127.0.0.1", ear.server.server_port), TIMEOUT_S, (source, 0)))
+                ("127.0.0.1", ear.server.address[1]), TIMEOUT_S, (source, 0)))
             connection.sendall(data)
             return connection
 
@@ -475,7 +475,7 @@ def test_a_connection_without_the_key_has_no_thread(ear: Ear, held: Callable[...
             held(data, f"127.0.0.{number + 2}")
     assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
     assert threading.active_count() <= threads + 1
-    assert all(len(client.received) < 8192 for client in ear.server.gate.pending.values())
+    assert all(len(client.received) < 8192 for client in ear.server.pending.values())
 
 
 @pytest.mark.parametrize("sources", [1, 100])
@@ -483,13 +483,13 @@ def test_a_worker_is_served_when_others_hold_all_connections(
         ear: Ear, held: Callable[..., socket.socket], sources: int) -> None:
     """Beyond the limit the oldest connection of the address with the most is closed, and reported.
     """
-    ear.server.expected, ear.server.gate.request_s = lambda: 6, 60.0
+    ear.server.expected, ear.server.request_s = lambda: 6, 60.0
     for number in range(SPARE + 20):
         held(b"POST", f"127.0.1.{number % sources + 1}")
         if number % 10 == 0:
             assert ear.client().ask({"n": number})["heard"] == {"n": number}
     wait_for("refusals", lambda: len(ear.refused) >= 14, TIMEOUT_S)
-    assert len(ear.server.gate.pending) <= SPARE + 6
+    assert len(ear.server.pending) <= SPARE + 6
     assert {why for _, why in ear.refused} == {"too many connections"}
 
 
@@ -497,15 +497,15 @@ def test_the_bytes_of_incomplete_requests_are_bounded(
         ear: Ear, held: Callable[..., socket.socket]) -> None:
     """8 KiB for each connection that a run of 512 workers allows were 32 MiB. Workers are served
     meanwhile."""
-    ear.server.gate.most_bytes, ear.server.gate.request_s = 20_000, 60.0
+    ear.server.most_bytes, ear.server.request_s = 20_000, 60.0
     for number in range(40):
         held(b"POST /message HTTP/1.1\r\nX: " + 1000 * b"x", f"127.0.2.{number + 1}")
-        assert ear.server.gate.held_bytes <= 20_000 + 4096
+        assert ear.server.held_bytes <= 20_000 + 4096
     assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
     wait_for("refusals", lambda: len(ear.refused) >= 20, TIMEOUT_S)
     assert {why for _, why in ear.refused} == {"too many bytes"}
-    assert ear.server.gate.held_bytes == sum(
-        len(client.received) for client in ear.server.gate.pending.values())
+    assert ear.server.held_bytes == sum(
+        len(client.received) for client in ear.server.pending.values())
 
 
 def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
@@ -513,12 +513,12 @@ def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
     """Each costs memory, and a fleet may be of any size. Authenticated ones are bounded by the
     fleet alone."""
     monkeypatch.setattr("elastic_trainer.wire.gate.MOST_CONNECTIONS", 10)
-    ear.server.expected, ear.server.gate.request_s = lambda: 100_000, 60.0
+    ear.server.expected, ear.server.request_s = lambda: 100_000, 60.0
     clients = [ear.client() for _ in range(20)]
     for number in range(20):
         held(b"POST", f"127.0.3.{number + 1}")
         assert clients[number].ask({"n": number})["heard"] == {"n": number}
-        assert len(ear.server.gate.pending) <= 11
+        assert len(ear.server.pending) <= 11
     assert ear.server.served.size == 20 and {why
                                              for _, why in ear.refused} == {"too many connections"}
     for client in clients:
@@ -553,7 +553,7 @@ def test_the_number_of_connections_with_the_key_is_bounded(ear: Ear) -> None:
 
 def test_a_request_has_one_deadline(ear: Ear, held: Callable[..., socket.socket]) -> None:
     """Single bytes do not extend it, as they once did."""
-    ear.server.gate.request_s = 0.5
+    ear.server.request_s = 0.5
     connection = held(b"POST ")
     connection.settimeout(0.05)
     began = time.monotonic()
@@ -579,11 +579,11 @@ def test_the_driver_goes_on_when_no_descriptor_is_free(ear: Ear, held: Callable[
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """It closes a connection and accepts the next one later, without a busy loop."""
     held(b"POST")
-    wait_for("connection", lambda: ear.server.gate.pending, TIMEOUT_S)
+    wait_for("connection", lambda: ear.server.pending, TIMEOUT_S)
     asked, accept = [], socket.socket.accept
 
     def full(self: socket.socket) -> Any:
-        if self is not ear.server.gate.listener:  # a server of another test's, in this process
+        if self is not ear.server.listener:  # a server of another test's, in this process
             return accept(self)
         asked.append(self)
         if len(asked) < 4:

@@ -14,26 +14,21 @@ from simulated import Hub, Member
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.world.alone import Alone
+from elastic_trainer.wire.heartbeat import RankAssignment
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations, Hooks, WorldChanged
-from elastic_trainer.world.place import Place
+from elastic_trainer.world.place import Driver
 
 
-class Given(Alone):
+class Given(Driver):
     """A driver that gives a worker the same rank again and again."""
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.given = rank, size, 0
 
-    def next_place(self, holds_state: bool, step: int) -> Place:
+    def next_place(self, holds_state: bool, step: int) -> RankAssignment:
         self.given += 1
-        return Place(generation=self.given,
-                     rank=self.rank,
-                     size=self.size,
-                     local_rank=0,
-                     local_size=1,
-                     rendezvous=None)
+        return RankAssignment(generation=self.given, rank=self.rank, size=self.size)
 
 
 class Session:
@@ -42,7 +37,7 @@ class Session:
     def __init__(self) -> None:
         self.ended = 0
 
-    def prepare(self, place: Place, step_s: float) -> None:
+    def prepare(self, place: RankAssignment, step_s: float) -> None:
         """Do nothing."""
 
     start = close_sockets = at = lambda self: None

@@ -43,7 +43,7 @@ COMMANDS = {
     "hosts": ("commands.hosts", "show the fleet's table"),
     "index": ("commands.index", "build the index of a dataset (tar, Parquet, images), once before "
                                 "a run"),
-    "standby": ("driver.standby_service", "keep booted workers waiting on this host: its command "
+    "standby": ("driver.standby_pool", "keep booted workers waiting on this host: its command "
                                           "after --"),
     "tune": ("measure.tune", "find the number of micro-batches that is fastest in the memory "
                              "there is"),

@@ -11,12 +11,11 @@ What always holds:
 2. It listens on 127.0.0.1 alone, and gets nothing of the user's environment. Its files are the
    user's alone. It is asked without a proxy, which HTTP_PROXY may name (state/s3.py).
 3. It and all that it needs are installed as wheels, by the hashes of ministack.txt. An environment
-   that another user could have written is not used (setup/trust.py).
+   that another user could have written is not used (host/trust.py).
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -33,9 +32,10 @@ from pathlib import Path
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.host import trust
+from elastic_trainer.host.locks import take
 from elastic_trainer.host.modes import make_folder
 from elastic_trainer.host.parent import end_with_parent
-from elastic_trainer.setup import trust
 
 MINISTACK = Path(__file__).with_name("ministack.txt")
 """Its version, those of all that it needs, and their hashes (deploy/hashes.py writes the file)."""
@@ -122,9 +122,7 @@ def installed(listed: str = "", *hashed: str) -> str:
         raise ConfigError(f"{why}, and what is installed there would run as you. Remove it or take "
                           f"the permission away, or set XDG_CACHE_HOME to a folder of yours.")
     with open(f"{home}.lock", "ab") as lock:
-        # Two runs that begin together would clear each other's folder. One call of the standard
-        # library does it; the package filelock would be a dependency for this place alone.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        take(lock.fileno())  # two runs that begin together would clear each other's folder
         if not (home / "complete").exists():
             print(f"installing {requirement} (a server for this machine) into {home}", flush=True)
             try:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 
+from elastic_trainer.commands import configured
 from elastic_trainer.commands.run_options import Run, parse_run
 from elastic_trainer.config import HASH_SEED, ConfigError, unusable
-from elastic_trainer.driver import configured
 from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.host.terminal import terminal_of
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 def _train(wanted: Run, horovodrun_options: list[str]) -> int:
-    from elastic_trainer.driver.standby_local import local_standbys
+    from elastic_trainer.driver.standby_pool import local_standbys
     from elastic_trainer.driver.supervisor import LOCK_FILE, supervise
     from elastic_trainer.events.summary import summarize_log
     from elastic_trainer.views.summary_table import print_summary

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from elastic_trainer.commands import configured
+from elastic_trainer.commands import horovodrun_options as horovodrun
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
-from elastic_trainer.driver import configured
-from elastic_trainer.driver import horovodrun_options as horovodrun
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, write_text
 from elastic_trainer.host.options import Parser, nearest, options_of

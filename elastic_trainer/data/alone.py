@@ -19,15 +19,15 @@ import hashlib
 import os
 import stat
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.host import locks
+from elastic_trainer.host.trust import is_of
 
 TOLD_AFTER_S = 3.0
-POLL_S = 0.05
 NAME = "elastic-trainer"
 
 
@@ -44,17 +44,12 @@ def private_folder(env: Mapping[str, str] | None = None) -> Path:
     for place in places:
         with suppress(OSError):  # there is no such place, or it may not be written
             (place / NAME).mkdir(mode=0o700, parents=True, exist_ok=True)
-            if _is_ours(place) and _is_ours(place / NAME):
+            # No other user can rename what is in them.
+            if all(is_of(os.stat(folder), 0o022) for folder in (place, place / NAME)):
                 folder = _required(place / NAME / "locks")
                 _try_lock(folder)
                 return folder
     return _required(Path("/tmp", f"{NAME}-locks-{os.getuid()}"))
-
-
-def _is_ours(folder: Path) -> bool:
-    """Return whether no other user can rename what is in a folder."""
-    found = os.stat(folder)
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _required(folder: Path) -> Path:
@@ -62,7 +57,7 @@ def _required(folder: Path) -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = os.lstat(folder)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    if not (stat.S_ISDIR(found.st_mode) and is_of(found, 0o077)):
         raise ConfigError(f"{folder} is not a folder of this user alone (owner {found.st_uid}, "
                           f"mode {stat.S_IMODE(found.st_mode):o}), so another user could lead this "
                           f"process elsewhere. Run: chmod 700 {folder}, remove it, or set "
@@ -117,14 +112,9 @@ def _taken(path: Path, what: str, told: Callable[[str], None]) -> int:
 
 
 def _wait(descriptor: int, path: Path, what: str, told: Callable[[str], None]) -> None:
-    latest = time.monotonic() + TOLD_AFTER_S
-    while time.monotonic() < latest:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(POLL_S)
-    holder = os.pread(descriptor, 20, 0).decode(errors="replace") or "?"
-    told(f"waiting for the process {holder} of this machine, which {what} ({path}). If it hangs, "
-         f"end it.")
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    def tell() -> None:
+        holder = os.pread(descriptor, 20, 0).decode(errors="replace") or "?"
+        told(f"waiting for the process {holder} of this machine, which {what} ({path}). If it "
+             f"hangs, end it.")
+
+    locks.take_or_tell(descriptor, TOLD_AFTER_S, tell)

@@ -9,7 +9,7 @@ Facts about Horovod 0.28.1 that this project answers, by the numbers that its co
 - F2  After an error a rank keeps its sockets open (gloo_context.cc:385-388). → world
 - F3  The driver's barrier waits for a dead host's ssh, without a limit (registration.py:121).
       → membership, process
-- F4  It blocks in a call to a vanished rank 0 (driver.py:191-206). → desk
+- F4  It blocks in a call to a vanished rank 0 (driver.py:191-206). → message_handler
 - F5  Its rendezvous listens with a backlog of 5: a dropped SYN costs a second. → rendezvous
 - F6, F7, F8  TorchState: a newcomer's first step; `sync` saves nothing; `restore` aliases.
       → state/live_state
@@ -41,34 +41,37 @@ from elastic_trainer.config import (
     EXIT_UNSAVED,
     EXIT_USER_ERROR,
     HASH_SEED,
-    Limits,
+    Attempt,
 )
-from elastic_trainer.driver.actions import (
+from elastic_trainer.driver.ends import host_kept_out
+from elastic_trainer.driver.hosts import (
+    DISCOVERY_EVERY_S,
+    DISCOVERY_FAILS,
+    Discovery,
+    Locations,
+    own_address,
+)
+from elastic_trainer.driver.membership import Membership
+from elastic_trainer.driver.message_handler import Hooks, MessageHandler
+from elastic_trainer.driver.process import WorkerProcess
+from elastic_trainer.driver.progress import Reached
+from elastic_trainer.driver.rendezvous import Rendezvous
+from elastic_trainer.driver.roster import (
     Action,
-    Differ,
     End,
     Form,
-    OtherProgram,
+    Phase,
+    Report,
     Start,
     Stop,
+    Worker,
 )
-from elastic_trainer.driver.addresses import Locations, own_address
-from elastic_trainer.driver.configured import ALLOW_VARIABLE
-from elastic_trainer.driver.differences import Differences
-from elastic_trainer.driver.discovered import DISCOVERY_EVERY_S, DISCOVERY_FAILS, Discovery
-from elastic_trainer.driver.membership import Membership
-from elastic_trainer.driver.message_handler import Hooks, MessageDesk
-from elastic_trainer.driver.process import WorkerProcess
-from elastic_trainer.driver.reached import Reached
-from elastic_trainer.driver.rendezvous import Rendezvous
-from elastic_trainer.driver.roster import Phase, Worker
-from elastic_trainer.driver.stalls import Stalls
+from elastic_trainer.driver.stalls import Stalls, Stragglers
 from elastic_trainer.driver.standby_shim import through_shim
-from elastic_trainer.driver.stragglers import Stragglers
-from elastic_trainer.driver.tracebacks import Tracebacks
 from elastic_trainer.events.log import Events
-from elastic_trainer.host.crash import FAULTHANDLER
-from elastic_trainer.wire.heartbeat import Seat
+from elastic_trainer.host.stacks import FAULTHANDLER
+from elastic_trainer.host.tracebacks import Tracebacks
+from elastic_trainer.wire.heartbeat import RankAssignment
 from elastic_trainer.wire.messages import MessageServer
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.wire.seal import worker_key
@@ -111,19 +114,13 @@ def exit_code_of(end: End, *, is_left: bool) -> int:
     return codes.get(end.verdict, 1)
 
 
-def number_in(env: dict[str, str], name: str) -> int:
-    """Return a number that the supervisor has left in the environment; 0 if it has not."""
-    return int(env.get(f"ELASTIC_TRAINER_{name}", "0"))
-
-
-def membership_of(settings: Any, env: dict[str, str]) -> Membership:
-    """Return the membership of an attempt with horovodrun's settings and this environment."""
+def membership_of(settings: Any, attempt: Attempt) -> Membership:
+    """Return the membership of an attempt with horovodrun's settings."""
     return Membership(
-        settings.num_proc, settings.min_num_proc, settings.max_num_proc,
-        limits=Limits.from_environment(env), wait_s=settings.elastic_timeout,
-        refuses_mixed=env.get("ELASTIC_TRAINER_MIXED_HARDWARE", "refuse") != "warn",
-        allow_change=tuple(filter(None, env.get(ALLOW_VARIABLE, "").split(","))),
-        has_trained=bool(number_in(env, "RESUME_STEP") or number_in(env, "LOST_ATTEMPTS")))
+        settings.num_proc, settings.min_num_proc, settings.max_num_proc, limits=attempt.limits,
+        wait_s=settings.elastic_timeout, refuses_mixed=attempt.mixed_hardware != "warn",
+        allow_change=attempt.allow_change,
+        has_trained=bool(attempt.resume_step or attempt.lost_attempts))
 
 
 def worker_environment(start: Start, address: str, port: int, key: bytes) -> dict[str, str]:
@@ -146,11 +143,11 @@ def await_output(forwards: list[threading.Thread]) -> None:
 
 
 def seats(workers: list[Worker], generation: int, address: str, port: int,
-          at_once: bool) -> Iterator[Seat]:
+          at_once: bool) -> Iterator[RankAssignment]:
     """Yield the place of each member of a generation, by rank."""
     for rank, worker in enumerate(workers):
         neighbours = [w.name for w in workers if w.host == worker.host]
-        yield Seat(generation=generation, rank=rank, size=len(workers),
+        yield RankAssignment(generation=generation, rank=rank, size=len(workers),
                    local_rank=neighbours.index(worker.name), local_size=len(neighbours),
                    address=address, port=port, at_once=at_once)
 
@@ -160,23 +157,24 @@ class MendedDriver:
 
     def __init__(self, settings: Any, env: dict[str, str], command: list[str], events: Events):
         self.settings, self.env, self.command, self.events = settings, env, command, events
+        self.attempt = Attempt.from_environment(env)
         self.key = secrets.token_bytes(32)
         """This attempt's key. It is in this process's memory only, so that workers of an older
         attempt have no valid key."""
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         """Wakes the main thread, which decides."""
-        self.membership = membership_of(settings, env)
-        self.desk = MessageDesk(self.membership, events, self.lock,
+        self.membership = membership_of(settings, self.attempt)
+        self.messages = MessageHandler(self.membership, events, self.lock,
                                 Hooks(self._decide_soon, self._worker_is_ready))
-        self.locations, self.differences = Locations(), Differences(events)
-        self.tracebacks = Tracebacks()
-        self.reached = Reached(number_in(env, "NEWEST_STEP"), number_in(env, "RESUME_STEP"))
+        self.locations, self.tracebacks = Locations(), Tracebacks()
+        self.reached = Reached(self.attempt.newest_step, self.attempt.resume_step)
         self.processes: dict[str, WorkerProcess] = {}
         self.forwards: list[threading.Thread] = []
         """The threads that read workers' output."""
-        self.stalls = Stalls(self.membership, self.processes, self.desk.addresses, events.emit)
-        self.stragglers = Stragglers(self.membership, env, events.emit)
+        self.stalls = Stalls(self.membership, self.processes, self.messages.addresses, events.emit)
+        self.stragglers = Stragglers(self.membership, self.attempt.replaces_stragglers,
+                                     events.emit)
         self.stores: list[Rendezvous] = []
         self.address = ""
         self.server: MessageServer | None = None
@@ -190,12 +188,12 @@ class MendedDriver:
 
         Raises ConfigError, DiscoveryUnavailable, HostsUnreachable, WaitedTooLong.
         """
-        had_hosts = self.env.get("ELASTIC_TRAINER_HAD_HOSTS", "0") == "1"
-        discovery = Discovery(self.settings, self.events, had_hosts)
+        discovery = Discovery(self.settings, self.events, self.attempt.had_hosts)
         hosts = discovery.first_hosts()
         self.address = own_address(self.settings, hosts)
-        self.server = MessageServer(self.address, self.key, self.desk.take,
-                                    self.desk.refusals.refuse, self.desk.expected_connections)
+        self.server = MessageServer(self.address, self.key, self.messages.take,
+                                    self.messages.refusals.refuse,
+                                    self.messages.expected_connections)
         threading.Thread(target=self.server.serve_forever, name="messages", daemon=True).start()
         for number in (signal.SIGTERM, signal.SIGINT):  # in a thread: it waits for the lock
             signal.signal(number, lambda *_: threading.Thread(
@@ -213,7 +211,7 @@ class MendedDriver:
                     self.stalls.look(time.monotonic())
                     self.stragglers.look(time.monotonic())
                     self.changed.wait(TURN_S)
-            self.desk.refusals.log(time.monotonic())
+            self.messages.refusals.log(time.monotonic())
         return self.stop_all()
 
     # --- what happens ---------------------------------------------------------------------------
@@ -259,7 +257,7 @@ class MendedDriver:
         place = process.died_in(code)
         with self.changed:
             self.reached.receive(*self.membership.reached())  # with this worker's last heartbeat
-            refused = self.desk.forget(process.name)
+            refused = self.messages.forget(process.name)
             reason = self.membership.exited(process.name, code, time.monotonic(), place)
             known = {"died_in": place, "lines_refused": refused}
             self.events.emit("driver.worker_gone", worker=process.name, host=process.host,
@@ -267,7 +265,7 @@ class MendedDriver:
                              **{name: fact for name, fact in known.items() if fact})
             del self.processes[process.name]
             if reason == "differed" and not self.membership.workers[process.name].has_differed:
-                self.differences.report_host(process.host, self.membership.roster)
+                self._act(host_kept_out(self.membership.roster, process.host, time.monotonic()))
             if reason == "boot_failed" and not self.membership.blame.user_error:
                 print(ended_early(code, process.host), file=sys.stderr)
             self._turn()
@@ -279,7 +277,7 @@ class MendedDriver:
         while actions := self.membership.decide(time.monotonic()):
             for action in actions:
                 self._act(action)
-        has_news = self.desk.turned(time.monotonic())
+        has_news = self.messages.turned(time.monotonic())
         if has_news and self.stores and self.membership.roster.is_broken():
             self.stores[-1].abandon()
         if self.ended or not self.processes:
@@ -293,8 +291,10 @@ class MendedDriver:
                 self._stop(action)
             case Form():
                 self._form(action)
-            case Differ() | OtherProgram():
-                self.differences.report(action)
+            case Report(event, fields, sentence):
+                self.events.emit(event, **fields)
+                if sentence:
+                    print(f"elastic-trainer: {sentence}", file=sys.stderr)
             case End():
                 self.ended = action
 
@@ -302,7 +302,7 @@ class MendedDriver:
         assert self.server is not None
         is_remote = not self.locations.is_here[start.host]
         env = ALLOCATOR | HASH_SEED | FAULTHANDLER | self.env | worker_environment(
-            start, self.address, self.server.server_port, self.key)
+            start, self.address, self.server.address[1], self.key)
         try:
             process = WorkerProcess(start, through_shim(self.command, env, not is_remote), env,
                                     self.settings, sys.stdout, is_remote, self.tracebacks)
@@ -322,26 +322,26 @@ class MendedDriver:
         silent_s = round(now - self.membership.workers[stop.worker].heard_at, 2)
         self.events.emit("driver.worker_evicted" if stop.at_once else "driver.worker_dismissed",
                          worker=stop.worker, reason=stop.reason, silent_s=silent_s)
-        self.differences.report_stop(stop, self.membership.roster)
         self.processes[stop.worker].stop(stop.at_once, self.membership.limits.stop_grace_s)
 
     def _form(self, form: Form) -> None:
         """Open a generation's rendezvous store, and give its members their places."""
-        contacts = [self.desk.contacts[name] for name in form.members]
+        contacts = [self.messages.contacts[name] for name in form.members]
         at_once = all(contact.meets_at_once for contact in contacts)
         try:
             store = Rendezvous(self.address, [contact.address for contact in contacts],
-                               self.desk.refusals.refuse, at_once=at_once)
+                               self.messages.refusals.refuse, at_once=at_once)
         except OSError as error:
-            self._end(End("failed", f"The driver cannot open a rendezvous store: {error}. Raise "
-                                    f"the limit of open files on this host (ulimit -n)."))
+            self.ended = self.membership.end(End(
+                "failed", f"The driver cannot open a rendezvous store: {error}. Raise the limit of "
+                          f"open files on this host (ulimit -n)."))
             return
         self.stores.append(store)
         while len(self.stores) > STORES_KEPT:
             threading.Thread(target=self.stores.pop(0).close, daemon=True).start()
         workers = [self.membership.workers[name] for name in form.members]
         for seat in seats(workers, form.generation, self.address, store.port, at_once):
-            self.desk.seat(workers[seat.rank].name, seat)
+            self.messages.seat(workers[seat.rank].name, seat)
         self.events.emit("driver.generation_formed", generation=form.generation,
                          size=len(workers), reason=form.reason, hosts=[w.host for w in workers],
                          workers=list(form.members))
@@ -352,10 +352,6 @@ class MendedDriver:
             self.events.emit("driver.step_reached", **news)
 
     # --- the end --------------------------------------------------------------------------------
-
-    def _end(self, end: End) -> None:
-        self.ended = end
-        self.membership.end(end)
 
     def interrupt(self) -> None:
         """Stop the attempt from outside (SIGTERM, SIGINT).
@@ -369,8 +365,9 @@ class MendedDriver:
             self.must_end = self.must_end or now - self.interrupted_at > STOP_AGAIN_S
             self.changed.notify_all()
             if not self.membership.verdict:
-                self._end(End("interrupted", "A signal has stopped the driver."))
-                self.desk.spread()
+                self.ended = self.membership.end(
+                    End("interrupted", "A signal has stopped the driver."))
+                self.messages.spread()
 
     def stop_all(self) -> int:
         """Let every worker receive the verdict and leave, then end it; returns the exit code."""
@@ -389,7 +386,7 @@ class MendedDriver:
             while self.processes and (left := deadline - time.monotonic()) > 0:
                 self.changed.wait(left)
         await_output(self.forwards)
-        self.desk.refusals.log(math.inf)
+        self.messages.refusals.log(math.inf)
         with self.changed:
             self._report_reached(is_last=True)
         self.events.emit("driver.stopped", verdict=end.verdict, detail=end.detail)
@@ -402,6 +399,6 @@ class MendedDriver:
         """Return for how many seconds more workers may end by themselves."""
         if self.must_end:
             return 0.0
-        until = (stop_deadline(began, self.desk.moved_at) if may_save
+        until = (stop_deadline(began, self.messages.moved_at) if may_save
                  else began + self.membership.limits.stop_grace_s)
         return until - time.monotonic()

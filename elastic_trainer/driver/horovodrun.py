@@ -16,17 +16,15 @@ import importlib.metadata
 import os
 import resource
 import sys
-from pathlib import Path
 from typing import Any
 
 import horovod.runner.launch as launch
 import structlog
 
-from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, ConfigError
-from elastic_trainer.driver import now
-from elastic_trainer.driver.addresses import HostsUnreachable
-from elastic_trainer.driver.discovered import DiscoveryUnavailable, WaitedTooLong
+from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, Attempt, ConfigError
+from elastic_trainer.driver import progress
 from elastic_trainer.driver.driver import MendedDriver
+from elastic_trainer.driver.hosts import DiscoveryUnavailable, HostsUnreachable, WaitedTooLong
 from elastic_trainer.events.log import Events
 from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.wire.plain import plain_text
@@ -78,12 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     def run_elastic(settings: Any, env: dict[str, str], command: list[str], _: str) -> None:
         nonlocal code
         check_options(settings, env)
-        run_dir = env.get("ELASTIC_TRAINER_RUN_DIR")
-        attempt = int(env.get("ELASTIC_TRAINER_ATTEMPT", "1"))
-        events = Events(Path(run_dir) if run_dir else None, run=Path(run_dir or "").name,
-                        attempt=attempt)
+        attempt = Attempt.from_environment(env)
+        events = Events(attempt.run_dir, run=attempt.run, attempt=attempt.attempt)
         driver = MendedDriver(settings, env, command, events)
-        with now.kept(events.run_dir, driver.membership.roster, driver.lock):
+        with progress.kept(events.run_dir, driver.membership.roster, driver.lock):
             code = driver.run()
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))

@@ -9,7 +9,7 @@ What always holds:
 2. A generation is formed only when every member of the one before is gone or waiting, and every
    member of the new one has accepted the offer. No worker enters `hvd.init()` while another one is
    known to be missing.
-3. A worker counts as gone from its eviction on (evictions.py).
+3. A worker counts as gone from its eviction on (ends.py).
 4. A generation after the first has a member that holds the live state. If no worker holds it, the
    attempt is over, and the next one starts from the checkpoint.
 5. All members of a generation reach each other. Of two workers that both reach the driver but not
@@ -17,7 +17,8 @@ What always holds:
 6. A worker whose host left the list is not in the next generation. While fewer than `min_workers`
    may work, the others wait, alive, with their state.
 
-The parts: roster (hosts and workers) · evictions (who is ended) · rounds (offers) · blame (faults).
+The parts: roster (hosts and workers) · ends (who is ended, and why workers end) · differences (who
+may join) · rounds (offers).
 
 It replaces `ElasticDriver._activate_workers`, `WorkerStateRegistry` and `HostManager.blacklist`
 (horovod/runner/elastic/{driver,registration,discovery}.py, 0.28.1). Their barrier can neither time
@@ -32,14 +33,12 @@ from dataclasses import replace
 from typing import Any
 
 from elastic_trainer.config import Limits
-from elastic_trainer.driver import evictions
-from elastic_trainer.driver.actions import Action, End, Start
-from elastic_trainer.driver.blame import Blame
-from elastic_trainer.driver.programs import Programs
-from elastic_trainer.driver.reached import of_most
-from elastic_trainer.driver.roster import Phase, Roster, Worker, loud
+from elastic_trainer.driver import ends
+from elastic_trainer.driver.differences import Differences
+from elastic_trainer.driver.progress import of_most
+from elastic_trainer.driver.roster import Action, End, Phase, Roster, Start, Worker, loud
 from elastic_trainer.driver.rounds import Rounds
-from elastic_trainer.wire.heartbeat import Heartbeat, News, Seat
+from elastic_trainer.wire.heartbeat import Heartbeat, News, RankAssignment
 from elastic_trainer.wire.proof import Proof
 from elastic_trainer.world.arithmetic import Arithmetic
 
@@ -61,10 +60,10 @@ class Membership:
                  allow_change: Collection[str] = ()):
         self.limits = limits or Limits()
         self.roster = Roster()
-        self.programs = Programs(allow_change)
-        self.rounds = Rounds(self.roster, self.limits, first_workers, min_workers, max_workers,
-                             refuses_mixed, wait_s, self.programs)
-        self.blame = Blame(self.roster, self.limits.settle_s, has_trained)
+        self.differences = Differences(self.roster, allow_change, refuses_mixed=refuses_mixed)
+        self.rounds = Rounds(self.roster, self.limits, self.differences, first_workers,
+                             min_workers, max_workers, wait_s)
+        self.blame = ends.Blame(self.roster, self.limits.settle_s, has_trained)
         self.state_exists = False
         """A worker has held the run's state in this attempt."""
         self.is_finished = False
@@ -149,9 +148,10 @@ class Membership:
         if worker := self.workers.get(name):
             worker.dismissed = True
 
-    def end(self, verdict: End) -> None:
+    def end(self, verdict: End) -> End:
         """End the attempt for a reason that is not among those of `decide`."""
         self.verdict = verdict
+        return verdict
 
     # --- what to do -----------------------------------------------------------------------------
 
@@ -167,24 +167,16 @@ class Membership:
         self.decided_at = now
         self.roster.forget(self.rounds.offered())
         actions = [
-            *evictions.evict(self.roster, self.limits, now, is_finished=self.is_finished),
-            *evictions.drop_failed(self.roster, now), *evictions.stop_unlisted(self.roster)]
+            *ends.evict(self.roster, self.limits, now, is_finished=self.is_finished),
+            *ends.drop_failed(self.roster, now), *ends.stop_unlisted(self.roster)]
         if end := self._end():
             actions.append(end)
         elif not self.is_finished:
-            actions += self._compare_newcomers(now)
+            actions += self.differences.newcomers(now)
             actions += self._start(now)
             actions += self.rounds.next(now)
         self.verdict = next((action for action in actions if isinstance(action, End)), None)
         return actions
-
-    def _compare_newcomers(self, now: float) -> list[Action]:
-        model = next((w for w in self.roster.current() if w.arithmetic), None)
-        actions = self.programs.newcomers(self.roster, self.roster.newcomers(), now)
-        if model is None:
-            return actions
-        return actions + evictions.compare(self.roster, self.roster.newcomers(), model, now,
-                                           refuses_mixed=self.rounds.refuses_mixed)
 
     def _start(self, now: float) -> list[Action]:
         """Start a worker in each listed slot that has none, unless its host is in a back-off."""
@@ -226,7 +218,7 @@ class Membership:
 
     def hold_s(self) -> float:
         """Return how long the driver holds the answer to a heartbeat without news."""
-        return evictions.hold_s(self.limits, len(self.workers))
+        return ends.hold_s(self.limits, len(self.workers))
 
     def basis(self, notice: str) -> tuple[Any, ...]:
         """Return all on which answers rest: while it stays the same, no worker has news."""
@@ -285,7 +277,7 @@ class Membership:
         dead = tuple(rank for rank, member in enumerate(roster.members)
                      if self.workers[member].phase is Phase.GONE)
         return replace(
-            news, place=Seat(generation=roster.generation, rank=worker.rank,
+            news, place=RankAssignment(generation=roster.generation, rank=worker.rank,
                              size=len(roster.members)),
             notice=self.notice(now) if notice is None else notice, unwanted=not is_wanted,
             dead=dead)

@@ -18,15 +18,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from elastic_trainer.driver.membership import Membership
 from elastic_trainer.driver.roster import Phase, Worker, loud
 from elastic_trainer.events.log import Events
-from elastic_trainer.events.log_shipper import Desk as LineDesk
+from elastic_trainer.events.log_shipper import Desk as LineHandler
 from elastic_trainer.events.log_shipper import LineRefused, TooEarly
 from elastic_trainer.events.schema import flaw_of_message
-from elastic_trainer.wire.heartbeat import Heartbeat, News, Seat
+from elastic_trainer.wire.heartbeat import Heartbeat, News, RankAssignment, load_forms
 from elastic_trainer.wire.messages import CONNECTIONS_EACH, MessageRefused
 from elastic_trainer.wire.refused_clients import RefusedClients
 
@@ -38,29 +39,9 @@ CLOCK_S = 60.0
 same limit.)"""
 
 
-class Refusals:
-    """Connections that were refused, for the event log. It has a lock of its own."""
-
-    def __init__(self, events: Events):
-        self._events, self._lock, self._counted = events, threading.Lock(), RefusedClients()
-
-    def refuse(self, address: str, why: str) -> None:
-        """Count a refused connection, and log it unless this address was logged within a minute."""
-        with self._lock:
-            self._counted.refuse(address, why)
-        self.log(time.monotonic())
-
-    def log(self, now: float) -> None:
-        """Log what is due."""
-        with self._lock:
-            due = self._counted.due(now)
-        for facts in due:
-            self._events.emit("driver.stranger_refused", **facts)
-
-
 @dataclass(frozen=True)
 class Hooks:
-    """What the desk needs of the driver. Both are called under the lock."""
+    """What the message handler needs of the driver. Both are called under the lock."""
 
     decide_soon: Callable[[], None]
     """Something has happened on which decisions rest."""
@@ -73,26 +54,27 @@ class Contact:
     """The driver's connection data of a worker, and its last answer."""
 
     address: str
-    door: int = 0
+    probe_port: int = 0
     """The port to which its peers connect to check that they reach it; 0: it has none."""
     meets_at_once: bool = False
     """Its Horovod finds its peers by one answer of the rendezvous store."""
-    seat: Seat | None = None
+    seat: RankAssignment | None = None
     clock_doubts: int = 0
     """How many heartbeats in a row had another clock."""
     news: News | None = None
     version: int = -1
-    """The version of the desk's basis from which `news` was made; -1: it is to be made anew."""
+    """The version of the handler's basis from which `news` was made; -1: it is to be made anew."""
 
 
-class MessageDesk:
+class MessageHandler:
     """Takes the messages of all workers. Each call takes the driver's lock."""
 
     def __init__(self, membership: Membership, events: Events, lock: threading.RLock,
                  hooks: Hooks):
+        load_forms()
         self.membership, self.events, self.hooks = membership, events, hooks
-        self.refusals = Refusals(events)
-        self.lines = LineDesk(events.write, int(events.bound.get("attempt", 1)))
+        self.refusals = RefusedClients(partial(events.emit, "driver.stranger_refused"))
+        self.lines = LineHandler(events.write, int(events.bound.get("attempt", 1)))
         self.contacts: dict[str, Contact] = {}
         self.moved_at = 0.0
         """When a worker last reported a step, or a checkpoint on its way to the store."""
@@ -167,7 +149,7 @@ class MessageDesk:
     def _note(self, heartbeat: Heartbeat, address: str) -> None:
         """Note the way to a worker. Only a new heartbeat proves that the worker is there."""
         contact = self.contacts.setdefault(heartbeat.worker, Contact(address))
-        contact.address, contact.door = address, heartbeat.door
+        contact.address, contact.probe_port = address, heartbeat.probe_port
         contact.meets_at_once = heartbeat.meets_at_once
 
     def _log_oddities(self, worker: Worker, silent_s: float, heartbeat: Heartbeat) -> None:
@@ -194,7 +176,8 @@ class MessageDesk:
         if news.place and contact and contact.seat:
             news = replace(news, place=contact.seat)
         peers = ((peer, self.contacts.get(peer)) for peer in self.membership.peers_of(name))
-        reach = {peer: (known.address, known.door) for peer, known in peers if known and known.door}
+        reach = {peer: (known.address, known.probe_port) for peer, known in peers
+                 if known and known.probe_port}
         news = replace(news, reach=reach)
         news = replace(news, version=hashlib.sha256(repr(news).encode()).hexdigest()[:16])
         if contact:
@@ -225,7 +208,7 @@ class MessageDesk:
         """Return the addresses of the workers, by name."""
         return {name: contact.address for name, contact in self.contacts.items()}
 
-    def seat(self, name: str, seat: Seat) -> None:
+    def seat(self, name: str, seat: RankAssignment) -> None:
         """Give a worker its place in the newest generation."""
         self.contacts[name].seat = seat
 

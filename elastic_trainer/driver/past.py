@@ -1,11 +1,11 @@
-"""What the supervisor knows of earlier attempts: a fold of the run's event log, saved.
+"""What earlier attempts have left: how far the run has come, and workers that may still live.
 
-event log → here → supervisor (number of the next attempt, progress, workers that may still live)
+event log → here → supervisor (number of the next attempt, progress); it ends the workers that stay
 
     runs/NAME/.past.json
 
 What always holds:
-1. It is a pure fold: `read` takes one event. The file is only a short cut. Where it is absent,
+1. `Past` is a pure fold: `read` takes one event. The file is only a short cut. Where it is absent,
    older, damaged or of another log, it is made anew from the whole log.
 2. It rests on events of driver and supervisor alone. The run's progress is what the driver has
    heard of most members of the world (driver.step_reached): a single worker can claim neither
@@ -14,20 +14,30 @@ What always holds:
 3. A malformed event (schema.py) is left out and counted.
 4. Its memory is that of the attempts and of the workers that have not gone: it does not grow with
    the steps.
+5. No attempt starts while a worker of an earlier one lives: it would train on beside the next
+   attempt, as a second lineage.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from elastic_trainer.driver import remote
+from elastic_trainer.events.log import Events
 from elastic_trainer.events.schema import UNREADABLE
 from elastic_trainer.events.segments import Position, Reader, first_line
-from elastic_trainer.host.modes import write_text
+from elastic_trainer.host.modes import replace_whole
+from elastic_trainer.host.processes import is_worker
 
 PAST_FILE = ".past.json"
 FORMAT = 2
@@ -164,9 +174,76 @@ def _save(run_dir: Path, past: Past, position: Position) -> None:
     """Replace the file, if that can be done now: it can always be made again."""
     facts = {"format": FORMAT, "position": list(position), "first_line": first_line(run_dir),
              "past": asdict(past)}
-    temporary = run_dir / f"{PAST_FILE}.{os.getpid()}"
     with suppress(OSError):
-        write_text(temporary, json.dumps(facts))
-        temporary.replace(run_dir / PAST_FILE)
-    with suppress(OSError):
-        temporary.unlink(missing_ok=True)
+        replace_whole(run_dir / PAST_FILE, json.dumps(facts))
+
+
+ELSEWHERE_S = 2 * remote.ORPHANS_S
+"""The time in which all hosts must end their workers of an older attempt: their own grace, and the
+same again for ssh. Where no ssh gets through, the far end ends its worker itself (remote.py, 2)."""
+
+
+class Ssh(NamedTuple):
+    """What horovodrun was given for ssh."""
+
+    port: str | None
+    identity_file: str | None
+
+    @classmethod
+    def from_options(cls, horovodrun_options: Sequence[str]) -> Ssh:
+        """Read horovodrun's options."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("-p", "--ssh-port")
+        parser.add_argument("-i", "--ssh-identity-file")
+        options, _ = parser.parse_known_args(horovodrun_options)
+        return cls(options.ssh_port, options.ssh_identity_file)
+
+
+def end_orphans(past: Past, run_dir: Path, ssh: Ssh, events: Events) -> None:
+    """Wait until the workers of earlier attempts have ended; kill those that stay."""
+    newest, living = past.attempt, list(past.living.values())
+    logged = {(str(attempt), worker) for attempt, worker in past.started}
+    # The newest driver may have died before it had logged the workers that it had just started.
+    unlogged = [(pid, name) for pid, (attempt, name) in remote.workers_of(str(run_dir)).items()
+                if attempt == str(newest) and (attempt, name) not in logged]
+    _end_here([(event["pid"], event["worker"]) for event in living] + unlogged, run_dir)
+    # Workers of older attempts were ended before the newest one started.
+    _end_elsewhere({event["host"] for event in living
+                    if event.get("over_ssh") and event["attempt"] == newest}, run_dir, ssh, events)
+
+
+def _end_here(workers: list[tuple[int, str]], run_dir: Path) -> None:
+    """End workers (pid, name) on this machine. They notice by themselves that the driver is gone,
+    unless a frozen driver still holds their connections."""
+    deadline = time.monotonic() + remote.ORPHANS_S
+    while workers := [one for one in workers if is_worker(*one, run_dir)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for pid, name in workers:
+        if is_worker(pid, name, run_dir):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _end_elsewhere(hosts: set[str], run_dir: Path, ssh: Ssh, events: Events) -> None:
+    """End workers on other hosts, all at the same time. A host that no ssh reaches is logged: the
+    workers of the next attempt do not reach it either."""
+    ends = {host: subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)),
+                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                   start_new_session=True) for host in sorted(hosts)}
+    deadline = time.monotonic() + ELSEWHERE_S
+    for host, end in ends.items():
+        if why := _why_not_ended(end, max(0.0, deadline - time.monotonic())):
+            events.emit("run.host_not_reached", host=host, reason=why)
+
+
+def _why_not_ended(end: subprocess.Popen[bytes], left_s: float) -> str:
+    """Wait for an ssh that ends a run's workers; return why it may not have done so, or ""."""
+    try:
+        code = end.wait(left_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(end.pid, signal.SIGKILL)  # not reaped yet, so no other group has the number
+        end.wait()
+        return f"its ssh has not returned in {ELSEWHERE_S:.0f} s"
+    return f"its ssh ended with exit code {code}" if code else ""

@@ -27,12 +27,11 @@ from typing import IO, Any
 from horovod.runner.common.util.env import is_exportable
 
 from elastic_trainer.driver import remote
-from elastic_trainer.driver.actions import Start
-from elastic_trainer.driver.tracebacks import Stream, Tracebacks
-from elastic_trainer.host.crash import FAULTS, LINES, place_of
+from elastic_trainer.driver.roster import Start
 from elastic_trainer.host.lines import lines_of
-from elastic_trainer.host.stacks import Answer
+from elastic_trainer.host.stacks import FAULTS, LINES, Answer, place_of
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
+from elastic_trainer.host.tracebacks import Stream, Tracebacks
 from elastic_trainer.wire.plain import plain_output
 
 SSH_CONNECTION_LOST = 255

@@ -171,7 +171,7 @@ def state_of(pid: int, group: int, names: Names) -> str:
 def is_of_worker(pid: int, group: int, names: Names) -> bool:
     """True if a process is in a worker's group, or has the worker's names in its environment.
 
-    Behind a shim it is in the group of its keeper, and has written the names there. A program that
+    Behind a shim it is in the group of its monitor, and has written the names there. A program that
     writes over its environment (setproctitle) has none.
     """
     try:

@@ -1,8 +1,10 @@
-"""The hosts and workers that the driver knows, and the members of the newest generation.
+"""The hosts and workers that the driver knows, the members of the newest generation, and what the
+driver may have to do (actions).
 
-discovery, heartbeats, exits → membership → here ← evictions, rounds, blame
+discovery, heartbeats, exits → membership → here ← ends, differences, rounds
+membership → actions (Start, Stop, Form, End, Report) → driver: processes, rendezvous, event log
 
-It answers questions and changes nothing by them. The worker's phases:
+The roster answers questions and changes nothing by them. The worker's phases:
 
     booting → standby → training ⇄ waiting → finished; gone from any of them
                  (training → booting: the worker revives itself after `hvd.init()` failed in it)
@@ -15,11 +17,70 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from operator import attrgetter
+from typing import Any
 
 from elastic_trainer.events.mark import FORMING, PHASES
 from elastic_trainer.wire.heartbeat import At, Heartbeat
 from elastic_trainer.wire.proof import Proof
 from elastic_trainer.world.arithmetic import Arithmetic
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a worker's process."""
+
+    host: str
+    slot: int
+    worker: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """End a worker's process."""
+
+    worker: str
+    reason: str
+    at_once: bool
+    """True: the worker does not answer, so SIGKILL; False: SIGTERM first."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """Open the rendezvous store of a new generation."""
+
+    generation: int
+    members: tuple[str, ...]
+    """The workers' names by rank."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class End:
+    """End the attempt."""
+
+    verdict: str
+    """finished · failed · user_error · interrupted · unsaved"""
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Log an event, and print a sentence for people."""
+
+    event: str
+    fields: dict[str, Any]
+    sentence: str = ""
+    """"": nothing is printed."""
+
+
+Action = Start | Stop | Form | End | Report
+
+
+def report(event: str, sentence: str = "", **fields: Any) -> Report:
+    """Return the order to log an event with these fields, and to print a sentence."""
+    return Report(event, fields, sentence)
+
+
 
 MAX_BACK_OFF_S = 60.0
 OUT_S, MAX_OUT_S = 600.0, 86400.0
@@ -129,11 +190,13 @@ class Host:
     refusals: int = 0
     """How often a worker here computed other bits than the world."""
 
-    def refuse(self, now: float) -> None:
-        """Keep the host out, for twice as long each time: its processor seldom changes."""
+    def refuse(self, now: float) -> float:
+        """Keep the host out, for twice as long each time: its processor seldom changes. Returns
+        for how many seconds."""
         self.refusals += 1
-        doubled_s = REFUSED_S * 2.0 ** min(self.refusals - 1, 9)
-        self.not_before = now + min(MAX_REFUSED_S, doubled_s)
+        kept_out_s = min(MAX_REFUSED_S, REFUSED_S * 2.0 ** min(self.refusals - 1, 9))
+        self.not_before = now + kept_out_s
+        return kept_out_s
 
     def differ(self, now: float) -> None:
         """Count a replica that differs. One may be a cosmic ray; two are the host's fault."""

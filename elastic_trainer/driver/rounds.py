@@ -8,14 +8,12 @@ roster → here → membership → Form, Stop, End
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from elastic_trainer.config import Limits
-from elastic_trainer.driver.actions import Action, End, Form
-from elastic_trainer.driver.evictions import compare, strike
-from elastic_trainer.driver.programs import Programs
-from elastic_trainer.driver.roster import Phase, Roster, Worker
-from elastic_trainer.world.arithmetic import most_common
+from elastic_trainer.driver.differences import Differences
+from elastic_trainer.driver.ends import strike
+from elastic_trainer.driver.roster import Action, End, Form, Phase, Roster, Worker
 
 OFFER_EACH_S = 0.2
 """The least `admit_s` for each member: each connects to all others. 48 members on 2 cores took up
@@ -41,16 +39,14 @@ class Rounds:
 
     roster: Roster
     limits: Limits
+    differences: Differences
     first_workers: int
     """How many workers must stand ready before the first generation (horovodrun's -np)."""
     min_workers: int
     max_workers: int | None
-    refuses_mixed: bool = True
-    """A newcomer that computes other bits than an exact world gets no place (--mixed-hardware)."""
     wait_s: float | None = None
     """The attempt ends after waiting this long for enough workers (horovodrun's
     --elastic-timeout); None: it waits without a limit."""
-    programs: Programs = field(default_factory=Programs)
     offer: Offer | None = None
     number: int = 0
     is_doubted: bool = False
@@ -78,8 +74,8 @@ class Rounds:
         if not may_offer:
             return ([] if is_first else self._release_drainers()) or self._wait(now)
         reason = "start" if is_first else self._add_holder(candidates)
-        if odd := self._compare_first(candidates, now):
-            return odd
+        if differing := self.differences.first(candidates, now):
+            return differing
         self.waits_since = None
         self.number += 1
         self.offer = Offer(self.number, tuple(w.name for w in candidates), now, reason)
@@ -186,16 +182,6 @@ class Rounds:
             candidates.append(holder)
         has_lost = len(self.roster.current()) < len(self.roster.members)
         return "death" if has_lost else "change"
-
-    def _compare_first(self, candidates: list[Worker], now: float) -> list[Action]:
-        """Compare the candidates with most of them, where no member is there to compare with."""
-        if ended := self.programs.first(candidates):
-            return ended
-        known = [w for w in candidates if w.arithmetic]
-        if self.roster.current() or not known:
-            return []
-        model = known[most_common([w.arithmetic for w in known if w.arithmetic])]
-        return compare(self.roster, candidates, model, now, refuses_mixed=self.refuses_mixed)
 
     # --- too few workers ------------------------------------------------------------------------
 

@@ -2,10 +2,10 @@
 
     python -S -I elastic_trainer/driver/standby_shim.py python my_train.py …
 
-driver (or ssh, or plain horovodrun) → here → a keeper with its standby (keeper.py) → worker
+driver (or ssh, or plain horovodrun) → here → a monitor with its standby (monitor.py) → worker
 
 What always holds:
-1. When this process dies, the keeper kills the worker, also a frozen one, because the connection
+1. When this process dies, the monitor kills the worker, also a frozen one, because the connection
    ends. When the worker ends, this process ends with its exit code or by its signal. The worker
    does not start before this process has sent "mine".
 2. The environment, with its secrets, and the output go through a Unix socket in a folder that only
@@ -42,7 +42,7 @@ IF_A_FOLDER_IS_THERE = (
 
 
 def standby_folder(env: dict[str, str] | os._Environ[str]) -> Path:
-    """Return where the keepers of this user wait on this machine."""
+    """Return where the monitors of this user wait on this machine."""
     return Path(env.get(FOLDER_VARIABLE) or f"/tmp/elastic-trainer-{os.getuid()}")
 
 
@@ -73,7 +73,7 @@ def report(what: str) -> None:
 def take(command: list[str]) -> socket.socket | None:
     """Hand our place to a standby of this command.
 
-    Returns the connection to its keeper; None: there is no standby.
+    Returns the connection to its monitor; None: there is no standby.
     """
     folder = standby_folder(os.environ)
     try:
@@ -85,38 +85,38 @@ def take(command: list[str]) -> socket.socket | None:
     except OSError:
         return None
     for path in waiting:
-        keeper = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        keeper.settimeout(ANSWER_S)
-        answer = ask(keeper, path)
+        monitor = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        monitor.settimeout(ANSWER_S)
+        answer = ask(monitor, path)
         if answer == b"taken":
-            keeper.settimeout(None)
-            return keeper
-        keeper.close()
+            monitor.settimeout(None)
+            return monitor
+        monitor.close()
         if answer:
             reason = answer.decode(errors="replace")
             report(f"The standby {path.name} was not taken ({reason}). The next one is asked.")
     return None
 
 
-def ask(keeper: socket.socket, path: Path) -> bytes:
-    """Give a keeper our place; returns b"taken", or why not (b"": another shim was faster)."""
+def ask(monitor: socket.socket, path: Path) -> bytes:
+    """Give a monitor our place; returns b"taken", or why not (b"": another shim was faster)."""
     place = os.memfd_create("place")  # in memory only: it holds the worker's key
     try:
         os.write(place, json.dumps(dict(os.environ)).encode())
-        keeper.connect(str(path))
-        credentials = keeper.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        monitor.connect(str(path))
+        credentials = monitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         uid = int.from_bytes(credentials[4:8], sys.byteorder)
         if uid != os.getuid():
             raise PermissionError(f"it belongs to the user {uid}")
-        socket.send_fds(keeper, [b"take"], [place, 0, 1, 2])
-        answer = keeper.recv(4096)
+        socket.send_fds(monitor, [b"take"], [place, 0, 1, 2])
+        answer = monitor.recv(4096)
         if answer == b"taken":
-            keeper.send(b"mine")
+            monitor.send(b"mine")
         return answer
     except (FileNotFoundError, ConnectionResetError, BlockingIOError):
         return b""  # another shim was faster, or many were
     except ConnectionRefusedError:
-        path.unlink(missing_ok=True)  # its keeper was killed
+        path.unlink(missing_ok=True)  # its monitor was killed
         return b""
     except OSError as error:
         return str(error).encode()
@@ -124,20 +124,20 @@ def ask(keeper: socket.socket, path: Path) -> bytes:
         os.close(place)
 
 
-def accompany(keeper: socket.socket) -> int:
+def accompany(monitor: socket.socket) -> int:
     """Pass signals to the worker until it ends; returns its wait status. Raises ConnectionError."""
     def forward(number: int, frame: object) -> None:
         try:
-            keeper.send(b"signal %d" % number)
+            monitor.send(b"signal %d" % number)
         except OSError:
-            pass  # the worker has ended, and its keeper's message follows
+            pass  # the worker has ended, and its monitor's message follows
 
     for number in FORWARDED:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-    message, _, status = keeper.recv(64).partition(b" ")
+    message, _, status = monitor.recv(64).partition(b" ")
     if message != b"ended":
-        raise ConnectionError("The keeper of this worker was killed, and with it the worker.")
+        raise ConnectionError("The monitor of this worker was killed, and with it the worker.")
     return int(status)
 
 
@@ -163,8 +163,8 @@ def main() -> None:
         print("No command is given. Give one, e.g. python -S -I "
               "elastic_trainer/driver/standby_shim.py python my_train.py", file=sys.stderr)
         sys.exit(2)
-    keeper = take(command)
-    if keeper is None:
+    monitor = take(command)
+    if monitor is None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         try:
             os.execvp(command[0], command)
@@ -172,7 +172,7 @@ def main() -> None:
             report(f"{command[0]} cannot be run: {error}.")
             os._exit(127)
     try:
-        status = accompany(keeper)
+        status = accompany(monitor)
     except OSError as error:
         report(str(error))
         status = signal.SIGKILL

@@ -3,7 +3,7 @@
 command line → here → driver (one attempt) → … → result.json
 
 What always holds:
-1. A new attempt starts only when no worker of the one before is left (orphans.py).
+1. A new attempt starts only when no worker of the one before is left (past.py).
 2. Attempts follow each other until the run is finished, the error is the user's own, or attempts
    without progress reach a limit.
 3. A stop from outside (Ctrl-C, SIGTERM) is passed on to the driver, and the run can be resumed by
@@ -13,7 +13,6 @@ What always holds:
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
 import signal
@@ -27,24 +26,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
-
 from elastic_trainer.config import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_NO_HOSTS,
     EXIT_UNSAVED,
     EXIT_USER_ERROR,
+    Attempt,
     ConfigError,
 )
-from elastic_trainer.driver.orphans import Ssh, end_orphans
-from elastic_trainer.driver.past import COUNTED_BY, Follower, Past
+from elastic_trainer.driver.past import COUNTED_BY, Follower, Past, Ssh, end_orphans
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.log_shipper import new_run_id
 from elastic_trainer.events.segments import compress
 from elastic_trainer.events.summary import write_result
 from elastic_trainer.events.versions import versions
-from elastic_trainer.host import own
+from elastic_trainer.host import locks, own
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.wire.plain import plain_text
@@ -204,14 +201,11 @@ class Supervisor:
 
     def _environment(self, attempt: int, past: Past) -> dict[str, str]:
         """Return the driver's environment: what it and the workers need of the run's past."""
-        return os.environ | {
-            "ELASTIC_TRAINER_RUN_DIR": str(self.run_dir), "ELASTIC_TRAINER_ATTEMPT": str(attempt),
-            "ELASTIC_TRAINER_RUN_ID": self.run_id,
-            "ELASTIC_TRAINER_HAD_HOSTS": str(int(past.has_had_hosts)),
-            "ELASTIC_TRAINER_NEWEST_STEP": str(past.newest_step),
-            "ELASTIC_TRAINER_RESUME_STEP": str(past.newest_checkpoint),
-            "ELASTIC_TRAINER_LOST_ATTEMPTS": str(past.lost_attempts),
-            "ELASTIC_TRAINER_RUN_S": f"{past.observed_s:.1f}"}
+        return os.environ | Attempt(
+            run_dir=self.run_dir, run_id=self.run_id, attempt=attempt,
+            had_hosts=past.has_had_hosts, newest_step=past.newest_step,
+            resume_step=past.newest_checkpoint, lost_attempts=past.lost_attempts,
+            run_s=round(past.observed_s, 1)).to_environment()
 
 
 def has_gone(run_dir: Path, lock: int) -> bool:
@@ -236,19 +230,14 @@ def tell(sentence: str) -> None:
 def _lock(run_dir: Path) -> int:
     """Take the run for this supervisor and its drivers. Raises ConfigError when it is taken.
 
-    By hand and not with the package filelock: the drivers must inherit the descriptor, which
-    filelock keeps to itself.
+    The drivers inherit the descriptor.
     """
     lock = private(f"{run_dir}/{LOCK_FILE}", os.O_RDWR | os.O_CREAT)
-    retrying = Retrying(retry=retry_if_exception_type(BlockingIOError), wait=wait_fixed(0.05),
-                        stop=stop_after_delay(LOCK_S), reraise=True)
-    try:
-        retrying(fcntl.flock, lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if locks.take(lock, LOCK_S):
         return lock
-    except OSError as error:
-        os.close(lock)
-        raise ConfigError(f"Another process drives the run {run_dir.name} (`fuser {run_dir}/.lock` "
-                          f"names it). Stop that process, or use another name (--run).") from error
+    os.close(lock)
+    raise ConfigError(f"Another process drives the run {run_dir.name} (`fuser {run_dir}/.lock` "
+                      f"names it). Stop that process, or use another name (--run).")
 
 
 def has_progressed(before: tuple[int, int], now: Past) -> bool:

@@ -166,7 +166,7 @@ _PHASE = one_of("booting", "standby", "training", "waiting", "finished", "revivi
 _HEARTBEAT = checked((
     *reads(worker=NAME, count=WHOLE, phase=_PHASE, generation=WHOLE),
     *may_read(pid=PID, time=NUMBER, accepted=WHOLE, holds_state=FLAG, drains=FLAG, step=WHOLE,
-              error=TEXT, left=TEXT, unsaved=TEXT, unreachable=NAMES, door=PORT,
+              error=TEXT, left=TEXT, unsaved=TEXT, unreachable=NAMES, probe_port=PORT,
               meets_at_once=FLAG, saves=FLAG, published=WHOLE_OR_MINUS_ONE, differs=FLAG,
               at=Kind("what a worker's loop does", _is_at), hold_s=SECONDS, seen=NAME,
               arithmetic=Kind("the facts of a worker's arithmetic", _is_arithmetic),

@@ -25,7 +25,6 @@ What it does not do: delete anything. The log of 10^6 steps has 270 MB; compress
 
 from __future__ import annotations
 
-import fcntl
 import gzip
 import io
 import os
@@ -43,6 +42,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from elastic_trainer.events.event_table import KINDS
 from elastic_trainer.events.schema import MAX_LINE_BYTES, parse
+from elastic_trainer.host import locks
 from elastic_trainer.host.modes import private
 
 EVENTS_FILE = "events.jsonl"
@@ -95,14 +95,12 @@ def has_events(run_dir: Path) -> bool:
 def seal(run_dir: Path, segment_bytes: int) -> None:
     """Give the newest segment its number if it is large enough. Raises OSError.
 
-    It does nothing if another process does so now. The lock is not one of the package filelock,
-    because the umask decides who may write to its file; `private` gives it the folder's group.
+    It does nothing if another process does so now. `private` gives the lock the folder's group.
     """
     newest = run_dir / EVENTS_FILE
     lock = private(f"{run_dir}/{LOCK_FILE}", os.O_RDWR | os.O_CREAT)
     try:
-        with suppress(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if locks.take(lock, 0.0):
             # First of all: an NFS client that opens the folder asks what has changed there
             # (close-to-open). By its old answer the newest segment would still be the one that
             # another host has just sealed.

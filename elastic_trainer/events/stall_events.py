@@ -1,5 +1,4 @@
-"""The events about steps that do not end, and about workers that are slow (driver/stalls.py,
-driver/stragglers.py).
+"""The events about steps that do not end, and about workers that are slow (driver/stalls.py).
 
 here → event_table
 """

@@ -2,7 +2,7 @@
 
 run (which reads the event log) → here → summary
 
-What it does not do: find them. The driver does (driver/stalls.py, driver/stragglers.py).
+What it does not do: find them. The driver does (driver/stalls.py).
 """
 
 from __future__ import annotations

@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from elastic_trainer.events.run import Run
 from elastic_trainer.events.schema import UNREADABLE
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.events.told import Told
-from elastic_trainer.host.modes import write_text
+from elastic_trainer.host.modes import replace_whole
 
 RESULT_FILE = "result.json"
 COMPRESSION = ("compress", "sent_bytes", "uncompressed_bytes", "relative_error")
@@ -212,15 +210,11 @@ def write_result(run_dir: str | Path) -> dict[str, Any]:
     """
     folder = Path(run_dir)
     result = summarize_log(folder)
-    temporary = folder / f".{RESULT_FILE}.{os.getpid()}"
     try:
-        write_text(temporary, json_of(result) + "\n")
-        temporary.replace(folder / RESULT_FILE)
+        replace_whole(folder / RESULT_FILE, json_of(result) + "\n")
     except OSError as error:
         print(f"elastic-trainer: {folder / RESULT_FILE} cannot be written: {error}. Free some disk "
               f"space and start the same run again; it writes the file.", file=sys.stderr)
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return result
 
 

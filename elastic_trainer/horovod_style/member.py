@@ -44,7 +44,6 @@ from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
 from elastic_trainer.training.worker import opened
 from elastic_trainer.world import standby as standby
-from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.collectives import PeersLost, World
 from elastic_trainer.world.drivers import driver_of
 from elastic_trainer.world.generations import Generations, Hooks, WorldChanged
@@ -71,7 +70,7 @@ class Member:
     def __init__(self) -> None:
         self.state, self.world = CommitState(), World()
         self.launch, self.events = Launch(), Events(None)
-        self.driver: Driver = Alone()
+        self.driver = Driver()
         self.checkpointing = self._checkpointing(None)
         self.generations: Generations | None = None
         self.script: Script | None = None
@@ -79,7 +78,7 @@ class Member:
         """The names of the functions that hvd.elastic.run decorates."""
         self.is_entering = False
         """True while this membership itself calls Horovod: its init and its collectives."""
-        self._moves: Generator[Stage, None, None] | None = None
+        self._stages: Generator[Stage, None, None] | None = None
         self._votes: Votes | None = None
         self._trains = self._is_synced = self.is_over = False
         self._goes_back = self._needs_reset = False
@@ -91,7 +90,7 @@ class Member:
     @property
     def is_placed(self) -> bool:
         """True once this worker has had a place: hvd.init() was called."""
-        return self._moves is not None
+        return self._stages is not None
 
     @property
     def may_reduce(self) -> bool:
@@ -122,7 +121,7 @@ class Member:
         self._watch = Watch(self.launch, self.driver, self.events)
         self.generations = Generations(self.launch, self.driver, self.events, self._hooks())
         self.world = self.generations.world
-        self._moves = self.generations.run(
+        self._stages = self.generations.run(
             self.state, self._body, restore=self._restore, roll_forward=self._roll_forward,
             hand_over=self._hand_over, live_state=lambda: None, entered=self._entered)
         try:
@@ -215,13 +214,13 @@ class Member:
 
     def _go_on(self, why: BaseException | None) -> Stage:
         """Go on to the next stage; `why` ends the generation first."""
-        assert self._moves
+        assert self._stages
         self._trains, self.is_entering = False, True
         if isinstance(why, HostsUpdatedInterrupt):
             self._goes_back, why = False, WorldChanged()
-            self.state.forget()  # nothing is in flight behind a commit
+            self.state.forget()  # nothing is in flight after a commit
         try:
-            return next(self._moves) if why is None else self._moves.throw(why)
+            return next(self._stages) if why is None else self._stages.throw(why)
         finally:
             self.is_entering = False
 
@@ -255,7 +254,7 @@ class Member:
             except RunOver as over:
                 if over.verdict in ("failed", "interrupted"):
                     self.checkpointing.write_last(self.world.rank)
-                    self.driver.report_last_step(self.state.committed)
+                    self.driver.report(step=self.state.committed)
                 if over.verdict != "finished" or not self.state.is_finished_early:
                     raise
                 self._end()
@@ -278,7 +277,7 @@ class Member:
         self._trains, self.is_over = False, True
         self.generations.keep_session()
         self._watch.end()
-        self.driver.finish(self.state.committed)
+        self.driver.report(phase="finished", step=self.state.committed)
         self.events.flush()
 
     # --- the methods of the script's state ------------------------------------------------------

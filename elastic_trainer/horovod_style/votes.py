@@ -87,7 +87,7 @@ class Votes:
             raise PeersLost("the driver has not taken the lines of the commit before")
         checkpointing.tick(rank)
         ballot = checkpointing.ballot(rank)
-        if not is_wanted and not self._driver.wants_change():
+        if not is_wanted and not self._driver.wants().change:
             ballot = replace(ballot, is_wanted=False)  # the last commit is in a checkpoint, or due
         state.prepared = state.committed + 1
         control = self._generations.vote(state.committed, Ballot(

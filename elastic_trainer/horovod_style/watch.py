@@ -66,7 +66,7 @@ class Watch:
             leave_as_dead(kind, text, commits, 0, launch=self._launch, driver=self._driver,
                           events=self._events)
         self._events.emit("worker.failed", error=text[-MAX_ERROR_CHARACTERS:])
-        self._driver.fail(text)
+        self._driver.report(error=text)
         self._events.flush()
 
     def _handle_exception(self, kind: type[BaseException], error: BaseException,

@@ -1,4 +1,4 @@
-"""Modes of a run's files: readable by the user who writes them, and by a group of a shared folder.
+"""How files are written: with which modes, and whole.
 
 store, event log, result, output → here → the file system
 
@@ -9,6 +9,7 @@ What always holds:
    Folders in it are shared like it. All processes and hosts read this from the folder, so they need
    no option.
 3. Existing files keep their modes. No file is made readable for users outside the group.
+4. `replace_whole`: every reader sees the old content or the new one.
 
 What it does not do: change S3, where bucket and key decide; or the files of the user's own code.
 """
@@ -18,8 +19,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+Opener = Callable[[str, int], int]
 SHARED = stat.S_ISGID | stat.S_IWGRP
 
 
@@ -61,3 +65,22 @@ def write_text(path: Path, text: str) -> None:
     """Write a file. Raises OSError."""
     with open(path, "w", encoding="utf-8", opener=private) as file:
         file.write(text)
+
+
+def replace_whole(path: Path, content: str | bytes, *, opener: Opener | None = private,
+                  at: float | None = None) -> None:
+    """Replace a file. Raises OSError; then the old one stays.
+
+    `opener` None: the umask decides its mode. `at` is the file's time, by default now.
+    """
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(new, "wb", opener=opener) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        if at is not None:
+            os.utime(new, (at, at))
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise

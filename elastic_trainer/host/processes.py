@@ -3,7 +3,7 @@
 the kernel (proc(5)) → here → agent, supervisor
 
 The environment is read by hand: a standby writes its name over a room in that memory and leaves
-zeros behind it (world/standby.py), and psutil stops reading at two zeros in a row.
+zeros after it (world/standby.py), and psutil stops reading at two zeros in a row.
 driver/remote.py has its own code for that: on its hosts no package may be on Python's path.
 """
 

@@ -1,7 +1,8 @@
-"""The Python stacks of all threads of a process that does not answer: asked for by a signal.
+"""What Python's faulthandler writes to a worker's stderr: the stacks of a process that does not
+answer, and the place in which a process died of a signal.
 
-driver, or the far end of its ssh (driver/remote.py) → SIGURG → here (faulthandler, in the worker)
-→ stderr → driver → here (which lines, which phase)
+driver, or the far end of its ssh (driver/remote.py) → SIGURG → faulthandler, in the worker → stderr
+→ driver → `Answer` (which lines, which phase), `place_of` (where it died) → stalls, ends
 
 What always holds:
 1. faulthandler's handler is C and takes no lock: it writes while another thread holds the GIL.
@@ -10,13 +11,15 @@ What always holds:
 3. The worker opens nothing and starts nothing. Its stderr leads to the driver on every host.
 4. A line of the user's is passed on, also one that is blank or that has no end before the answer.
 
-faulthandler writes at most 100 threads, and the main thread is the last. So a process with more of
-them is asked twice: by SIGWINCH, sent to its main thread, for the stack of this thread; then by
-SIGURG for the stacks of the 100 newest threads. A process with a terminal answers SIGURG alone: a
-terminal sends SIGWINCH when its window changes.
+faulthandler writes at most 100 threads, and the main thread is the last: it is the oldest. So a
+process with more of them is asked twice: by SIGWINCH, sent to its main thread, for the stack of
+this thread; then by SIGURG for the stacks of the 100 newest threads. A process with a terminal
+answers SIGURG alone: a terminal sends SIGWINCH when its window changes.
 
 Source: faulthandler (Python/traceback.c, `_Py_DumpTracebackThreads`): a block for each thread,
-newest frame first, a blank line between two, and `...` where it stops after 100.
+newest frame first, a blank line between two, and `...` where it stops after 100. After a signal a
+line names it first, and the block of the thread that died begins with "Current thread"; there is
+none when a thread without Python died, as Horovod's and Gloo's are.
 """
 
 from __future__ import annotations
@@ -28,7 +31,10 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 ASK, ASK_MAIN = signal.SIGURG, signal.SIGWINCH
 """The question for all threads, and the one for the main thread."""
@@ -184,3 +190,66 @@ class Answer:
                 if f'{file}"' in line and line.endswith(f" in {function}"):
                     return phase
         return ""
+
+
+FAULTHANDLER = {"PYTHONFAULTHANDLER": "1"}
+"""The default of a worker's environment: faulthandler is on from the first import."""
+LINES = 400
+"""The number of its last lines that are read: a process may have many threads."""
+FRAMES = 3
+SAME_CRASHES = 2
+"""The run is over when this many workers have died in each slot before the first step, all of one
+signal in one place."""
+FATAL = "Fatal Python error: "
+FAULTS = frozenset({signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL})
+"""The signals that faulthandler reports (Modules/faulthandler.c)."""
+
+
+def place_of(stderr: Iterable[str]) -> str:
+    """Return the newest frames of the thread that died, from the end of stderr; "": unknown."""
+    lines = list(stderr)
+    # Not only at a begin: an unfinished progress bar, or a prompt, may stand before it.
+    begins = [number for number, line in enumerate(lines) if FATAL in line]
+    if not begins:
+        return ""
+    threads: list[tuple[bool, list[str]]] = []
+    for line in lines[begins[-1] :]:
+        if re.match(r"(Current t|T)hread 0x[0-9a-f]+ ", line):
+            threads.append((line.startswith("Current"), []))
+        elif threads and (frame := re.match(r'  File "(.*)", line (\d+) in (.*)', line)):
+            threads[-1][1].append(f"{frame[3]} ({frame[1]}:{frame[2]})")
+    frames = next((stack for is_current, stack in threads if is_current),
+                  threads[-1][1] if threads else [])
+    return ", called by ".join(frames[:FRAMES])
+
+
+@dataclass
+class SameCrashes:
+    """The newest deaths, while all are of one signal in one place."""
+
+    signal: int = 0
+    place: str = ""
+    times: Counter[Hashable] = field(default_factory=Counter)
+    """Slot → number of deaths."""
+
+    def note(self, slot: Hashable, code: int, place: str) -> None:
+        """Add a death: its exit code (negative: a signal's number) and its place ("": unknown)."""
+        if (-code, place) != (self.signal, self.place) or not place:
+            self.signal, self.place, self.times = -code, place, Counter()
+        self.times[slot] += 1
+
+    def are_everywhere(self, slots: Collection[Hashable]) -> bool:
+        """True if SAME_CRASHES or more workers have died in each of the slots."""
+        return bool(self.place and slots) and all(self.times[slot] >= SAME_CRASHES
+                                                  for slot in slots)
+
+    def __str__(self) -> str:
+        return f"{name_of(self.signal)} in {self.place}"
+
+
+def name_of(number: int) -> str:
+    """Return the name of a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

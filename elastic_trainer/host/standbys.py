@@ -1,6 +1,6 @@
-"""Where the standbys of a user wait on a machine: one Unix socket each, named after its keeper.
+"""Where the standbys of a user wait on a machine: one Unix socket each, named after its monitor.
 
-keeper, service, agent → here → the folder
+monitor, pool, agent → here → the folder
 
 driver/standby_shim.py has a copy of the first two names: it starts in 60 ms and imports nothing of
 ours. A test compares the copies.
@@ -15,8 +15,10 @@ from pathlib import Path
 
 import psutil
 
+from elastic_trainer.host.trust import is_of
+
 FOLDER_VARIABLE = "ELASTIC_TRAINER_STANDBY_DIR"
-"""Where keepers wait; the same for shim, keepers and agent of one machine."""
+"""Where monitors wait; the same for shim, monitors and agent of one machine."""
 
 
 def standby_folder(env: Mapping[str, str], user: int | None = None) -> Path:
@@ -28,15 +30,15 @@ def standby_folder(env: Mapping[str, str], user: int | None = None) -> Path:
     return Path(env.get(FOLDER_VARIABLE) or f"/tmp/elastic-trainer-{uid}")
 
 
-def socket_of(folder: Path, command: str, keeper: int) -> Path:
-    """Return the path of the socket of a keeper (a pid), by its command's name."""
-    return folder / f"{command}-{keeper}.sock"
+def socket_of(folder: Path, command: str, monitor: int) -> Path:
+    """Return the path of the socket of a monitor (a pid), by its command's name."""
+    return folder / f"{command}-{monitor}.sock"
 
 
-def has_keeper(path: Path) -> bool:
-    """True if the keeper after which a socket is named lives."""
-    keeper = path.stem.rpartition("-")[2]
-    return keeper.isdecimal() and len(keeper) < 10 and bool(psutil.pid_exists(int(keeper)))
+def has_monitor(path: Path) -> bool:
+    """True if the monitor after which a socket is named lives."""
+    monitor = path.stem.rpartition("-")[2]
+    return monitor.isdecimal() and len(monitor) < 10 and bool(psutil.pid_exists(int(monitor)))
 
 
 def waiting_in(folder: Path, user: int | None = None) -> int:
@@ -46,7 +48,6 @@ def waiting_in(folder: Path, user: int | None = None) -> int:
         found = os.lstat(folder)
     except OSError:
         return 0
-    owner = os.getuid() if user is None else user
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != owner or found.st_mode & 0o022:
+    if not (stat.S_ISDIR(found.st_mode) and is_of(found, 0o022, user)):
         return 0
-    return sum(map(has_keeper, folder.glob("*.sock")))
+    return sum(map(has_monitor, folder.glob("*.sock")))

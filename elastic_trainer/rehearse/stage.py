@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from elastic_trainer.events.fleet import LiveWorker
 from elastic_trainer.events.log import Events
-from elastic_trainer.host.modes import make_folder, write_text
+from elastic_trainer.host.modes import make_folder, replace_whole
 from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.host.processes import is_worker
 from elastic_trainer.rehearse.trace import Moment
@@ -84,9 +84,7 @@ class Stage:
 
     def _write(self) -> None:
         """Replace the list whole: the discovery reads it at any moment."""
-        new = self.file.with_suffix(".new")
-        write_text(new, "".join(f"{host}:1\n" for host in self.listed))
-        new.replace(self.file)
+        replace_whole(self.file, "".join(f"{host}:1\n" for host in self.listed))
 
 
 def play(process: subprocess.Popen[bytes], stage: Stage, moments: Sequence[Moment],

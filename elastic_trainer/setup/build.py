@@ -83,7 +83,7 @@ def build(target: Target, kept: Path, commands: Commands) -> None:
         if not is_whole(wheel):
             raise SetupFailed(f"Horovod was built without its library for torch. "
                               f"The log: {commands.log}")
-        wheel.chmod(0o644)  # independent of the umask (trust.py)
+        wheel.chmod(0o644)  # independent of the umask (host/trust.py)
         wheel.replace(kept / wheel.name)
     shutil.rmtree(work)
 

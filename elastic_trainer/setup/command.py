@@ -9,19 +9,20 @@ What always holds:
 2. All that is missing on the machine is printed at once, before anything is done.
 3. One build for each torch, Python and platform: the wheel is kept under ~/.cache (XDG_CACHE_HOME).
 4. Two calls at once wait for each other.
-5. A kept wheel is installed only if nobody else can have written it (trust.py).
+5. A kept wheel is installed only if nobody else can have written it (host/trust.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from elastic_trainer.setup import needs, trust
+from elastic_trainer.host import trust
+from elastic_trainer.host.locks import take_or_tell
+from elastic_trainer.setup import needs
 from elastic_trainer.setup.build import Commands, SetupFailed, build, install, remove_remains
 from elastic_trainer.setup.recipe import VERSION
 from elastic_trainer.setup.sources import PatchRefused
@@ -136,15 +137,7 @@ def report_missing_nccl(target: Target) -> None:
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold a lock; a second process prints that it waits.
-
-    By fcntl and not with the package filelock, which this set-up would need before it has checked
-    what is installed.
-    """
+    """Hold a lock; a second process prints that it waits."""
     with open(file, "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("waiting for another set-up to finish")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        take_or_tell(lock.fileno(), 0.0, lambda: report("waiting for another set-up to finish"))
         yield

@@ -13,8 +13,8 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from elastic_trainer.host.trust import why_not_trusted
 from elastic_trainer.setup.target import kept_wheel
-from elastic_trainer.setup.trust import why_not_trusted
 
 SPACE_MIB = 1024
 """For the build, and for what is installed."""

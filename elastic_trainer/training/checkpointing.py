@@ -239,7 +239,7 @@ class Checkpointing:
 
     def _is_leave_unsaved(self) -> bool:
         heard = self.state.committed if self._leave_heard is None else self._leave_heard
-        leaves = self.driver.is_host_leaving() and not self.timing.every.is_last_only
+        leaves = self.driver.wants().host_leaves and not self.timing.every.is_last_only
         return self.checkpoints is not None and is_leave_unsaved(
             leaves, heard_step=heard, is_tried=self._is_leave_tried,
             newest_step=self.checkpoints.known.newest_step)
@@ -251,7 +251,7 @@ class Checkpointing:
         known, next_step = checkpoints.known, self.state.committed + 1
         is_due = rank == 0 and self.timing.is_due(next_step, known.failures)
         wanted = is_wanted(rank, self.phase, is_due=is_due, is_unsaved=self._is_leave_unsaved(),
-                           wants_change=self.driver.wants_change())
+                           wants_change=self.driver.wants().change)
         return _ballot(checkpoints, wanted)
 
     # --- the places at which the loop calls -----------------------------------------------------
@@ -273,7 +273,8 @@ class Checkpointing:
             self.timing.tick(self.state.committed + 1, checkpoints.known.newest_step,
                              checkpoints.known.published_at)
         # Not while one is in flight, which does not hold what was trained since it was begun.
-        if self._leave_heard is None and self.phase is Phase.IDLE and self.driver.is_host_leaving():
+        is_idle = self._leave_heard is None and self.phase is Phase.IDLE
+        if is_idle and self.driver.wants().host_leaves:
             self._leave_heard = self.state.committed
 
     def note_step(self, step_s: float) -> None:
@@ -336,7 +337,7 @@ class Checkpointing:
             checkpoints.wait()  # the store
             checkpoints.tick()
             known, had_share = checkpoints.known, checkpoints.upload.share is not None
-            is_patient = time.monotonic() < until and not self.driver.wants_stop()
+            is_patient = time.monotonic() < until and not self.driver.wants().stop
             wanted = is_last_wanted(world.rank, had_share, committed=committed,
                                     tries=0 if is_patient else tries,
                                     newest_step=known.newest_step,

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from elastic_trainer.config import EXIT_DIFFERS, EXIT_MACHINE, EXIT_USER_ERROR, ConfigError, Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.host.excepthook import frames_of_user
+from elastic_trainer.host.tracebacks import frames_of_user
 from elastic_trainer.training.machine_fault import machine_fault
 from elastic_trainer.wire.heartbeat import MachineFault
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
@@ -41,7 +41,7 @@ def fault_of_machine(error: BaseException, driver: Driver, size: int) -> str:
     """Return which part of this machine has failed, if an exception shows that and other workers
     can go on; else ""."""
     is_others = isinstance(error, (PeerFailed, ConfigError))
-    if is_others or size == 1 or not driver.takes_machine_faults():
+    if is_others or size == 1 or not driver.is_mended:
         return ""
     return machine_fault(error)
 
@@ -71,7 +71,7 @@ def leave_as_dead(
         text=text[-MAX_ERROR_CHARACTERS:],
     )
     events.flush()
-    driver.fail_machine(MachineFault(step=step, microbatch=microbatch, kind=kind, text=text))
+    driver.report(machine=MachineFault(step=step, microbatch=microbatch, kind=kind, text=text))
     os._exit(EXIT_MACHINE)
 
 
@@ -85,7 +85,7 @@ def leave_as_odd(error: Exception, driver: Driver, events: Events) -> NoReturn:
         print(f"elastic-trainer: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
     events.flush()
-    driver.differ()  # it kills this process
+    driver.report(differs=True)  # it kills this process
     os._exit(EXIT_DIFFERS)
 
 

@@ -23,7 +23,7 @@ from elastic_trainer.training.checkpointing import Checkpointing
 from elastic_trainer.training.stop_request import Wish
 from elastic_trainer.world.collectives import World
 from elastic_trainer.world.generations import StateWithdrawn
-from elastic_trainer.world.outliers import Lost, Search, find_odd
+from elastic_trainer.world.outliers import Lost, Search, find_outliers
 from elastic_trainer.world.replicas import (
     Part,
     Replica,
@@ -52,10 +52,10 @@ class GoingBack:
         equal_step = max(step - self.replica.slices, self.restored_step, 0)
         mine = Search(received_of(self.state.received, self.state.ticks), self._odd_receivers)
         try:
-            lost = find_odd(world, self.launch, self.events, held, among, mine, step=step,
+            lost = find_outliers(world, self.launch, self.events, held, among, mine, step=step,
                             since_step=equal_step, phases=self.state.phases)
         finally:
-            self._odd_receivers = mine.odd_receivers
+            self._odd_receivers = mine.outlying_receivers
         if lost:
             self._end(world, lost, step, max(equal_step, lost.received_step))
         self._withdraw(world, step, equal_step)

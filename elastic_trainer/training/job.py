@@ -264,7 +264,7 @@ def settled(
     run_dir, store = options["run_dir"], options["store"]
     remarks = remarks_on_launcher(options, launch, words.name)
     if run_dir is not None and launch.run_dir is None:
-        launch = replace(launch, run_dir=Path(run_dir), run=Path(run_dir).name)
+        launch = replace(launch, run_dir=Path(run_dir))
     if store is not None:
         launch = replace(launch, store=store)
     if launch.run_dir and not launch.driver:  # no launcher counts: each process is an attempt

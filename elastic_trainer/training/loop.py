@@ -96,7 +96,7 @@ class Loop:
         checkpointing, microbatches = self.checkpointing, self.job.schedule.microbatches
         return Hooks(
             all_parts=self.replica.all_parts,
-            part_from_odd=lambda held, among: self.going_back.part(self.world, held, among),
+            part_from_outliers=lambda held, among: self.going_back.part(self.world, held, among),
             expected_step_s=lambda size: self._microbatch_s * -(-microbatches // size),
             write_alone=self._write_while_waiting, published=checkpointing.newest_step,
             is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
@@ -109,7 +109,7 @@ class Loop:
             yield from self._warm_up()
         if self.successor.take_up(self.launch.revived_from):
             self.events.emit("worker.revived", step=self.state.committed)
-        if self.driver.drains_on_sigterm():
+        if self.driver.drains_on_sigterm:
             signal.signal(signal.SIGTERM, lambda *_: self.driver.drain())
         try:
             yield from self.generations.run(
@@ -118,7 +118,7 @@ class Loop:
         except RunOver as over:
             self._end_with(over)
         state = self.state
-        self.driver.finish(state.committed)
+        self.driver.report(phase="finished", step=state.committed)
         result = Result(steps=state.committed, samples=state.samples, loss=state.loss,
                         model=self.job.model, weights_sha256=weights_sha256(state),
                         rank=self.world.rank, average=self.job.average, best=self.job.best)
@@ -138,7 +138,7 @@ class Loop:
         if over.verdict in ("failed", "interrupted"):
             if self.behind.is_at_begin():
                 self.checkpointing.write_last(self.world.rank)
-            self.driver.report_last_step(self.state.committed)
+            self.driver.report(step=self.state.committed)
         # Finished: another worker saw the last vote pass, and this one has applied the last step.
         if over.verdict != "finished" or self.state.committed < self.account.steps_due():
             raise over

@@ -64,7 +64,6 @@ from elastic_trainer.training.stop_request import Wish
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world import standby as standby
-from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.drivers import driver_of
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver, Unsaved
 from elastic_trainer.world.replicas import ReplicaDiffers
@@ -79,7 +78,7 @@ class Worker:
         self.job, self.options = in_use(job, options), options
         self.launch = Launch()
         self.events = Events(None)
-        self.driver: Driver = Alone()
+        self.driver = Driver()
         self.loop: Loop | None = None
         """None until this worker has a place."""
         self.wish = Wish(job.best)
@@ -172,7 +171,7 @@ class Worker:
     def _rehearse(self) -> Generator[Move, None, None]:
         expect_exact(self.job.device.type, self.options["reduce"])
         yield from rehearse(
-            self.job, Loop(self.job, Launch(), Alone(), Events(None), "exact", Sending()).warm_up
+            self.job, Loop(self.job, Launch(), Driver(), Events(None), "exact", Sending()).warm_up
         )
 
     def _take_place(self) -> str:
@@ -233,7 +232,7 @@ class Worker:
         text += self.advice
         self.events.emit("worker.failed", error=text[-MAX_ERROR_CHARACTERS:])
         # The driver learns of a worker that never stood ready by its exit code.
-        self.driver.fail(text)
+        self.driver.report(error=text)
         self.events.flush()
 
     def end_with(self, error: BaseException, moves: Iterator[Move]) -> None:
@@ -302,7 +301,7 @@ class Worker:
         text = (f"the training loop was left {how} after {step} of {self.job.schedule.steps} "
                 f"steps, so the run is not finished.")
         if saves:
-            self.driver.leave(text)
+            self.driver.report(left=text)
             if self.loop and self.loop.state.phase == 0:
                 state = self.loop.state
                 with state.modes.to_copy(is_last=not state.is_in_flight):
@@ -314,7 +313,7 @@ class Worker:
         print(f"elastic-trainer: {text}", file=sys.stderr, flush=True)
         self.events.emit("worker.loop_left", step=step, how=how, newest_checkpoint=kept)
         if not saves:
-            self.driver.fail(text)
+            self.driver.report(error=text)
         self.events.flush()
 
     def drop_step(self) -> None:
@@ -390,7 +389,7 @@ def require_main_thread(driver: Driver) -> None:
     """Raise ConfigError if this thread cannot take the signal with which a host announces its end.
     """
     thread = threading.current_thread()
-    if driver.drains_on_sigterm() and thread is not threading.main_thread():
+    if driver.drains_on_sigterm and thread is not threading.main_thread():
         raise ConfigError(
             f"the training runs in the thread {thread.name!r}, where SIGTERM cannot be handled. "
             f"Under a launcher, train in the main thread, and run the rest in other threads.")
@@ -414,7 +413,7 @@ def leave_unsaved(error: BaseException, driver: Driver, launch: Launch, events: 
     Under our launcher leave by SystemExit."""
     if not isinstance(error, Unsaved):
         return False
-    driver.leave(str(error), is_saved=False)
+    driver.report(unsaved=str(error))
     events.flush()
     if launch.driver:
         sys.exit(EXIT_UNSAVED)

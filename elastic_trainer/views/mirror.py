@@ -32,7 +32,7 @@ from pathlib import Path
 from elastic_trainer.events import now
 from elastic_trainer.events.segments import DAMAGE, EVENTS_FILE, LONGEST_LINE_BYTES, names_of
 from elastic_trainer.events.summary import RESULT_FILE
-from elastic_trainer.host.modes import private
+from elastic_trainer.host.modes import replace_whole
 from elastic_trainer.state.s3 import Entry, S3Store
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 
@@ -170,10 +170,7 @@ class Mirror:
         self._have.pop(EVENTS_FILE, None)
 
     def _place(self, name: str, data: bytes) -> None:
-        part = self.folder / f".{name}.part"
-        with open(part, "wb", opener=private) as file:
-            file.write(data)
-        part.rename(self.folder / name)
+        replace_whole(self.folder / name, data)
 
 
 def _number(name: str) -> int:

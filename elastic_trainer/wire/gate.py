@@ -146,7 +146,7 @@ class Pending:
 class Gate:
     """Reads requests in the thread that calls `serve_forever`.
 
-    `whole(connection, address, request, rest)` takes over a connection; `rest` are the bytes behind
+    `whole(connection, address, request, rest)` takes over a connection; `rest` are the bytes after
     its first request. `refused(address, why)` is called for each refused connection. Both are
     called in this thread.
     """

@@ -15,7 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +32,6 @@ class MachineFault:
     kind: str
     text: str
     """The traceback."""
-
-    @staticmethod
-    def from_dict(fields: Mapping[str, Any]) -> MachineFault:
-        """Read a JSON object."""
-        return MachineFault(step=int(fields["step"]), microbatch=int(fields["microbatch"]),
-                            kind=str(fields["kind"]), text=str(fields["text"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +54,6 @@ class At:
     """The number of steps that its process has done before this one."""
     unsent: tuple[str, ...] = ()
     """The addresses of members that have not taken what it sends, while it waits for them."""
-
-    @staticmethod
-    def from_dict(fields: Mapping[str, Any]) -> At:
-        """Read a JSON object; fields that are not known are ignored."""
-        known = {name: fields[name] for name in At.__dataclass_fields__ if name in fields}
-        return At(**known | {"unsent": tuple(known.get("unsent", ()))})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        return vars(self) | {"unsent": list(self.unsent)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +80,7 @@ class Heartbeat:
     """How many steps it has finished."""
     unreachable: tuple[str, ...] | None = ()
     """The peers that it could not reach; None: it has not tried."""
-    door: int = 0
+    probe_port: int = 0
     """The port on which peers try whether they reach it; 0: it has none."""
     meets_at_once: bool = False
     """Its Horovod finds all peers with one answer of the rendezvous store
@@ -128,43 +116,18 @@ class Heartbeat:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as a JSON object, without the name of the worker."""
-        fields = {name: value for name, value in vars(self).items()
-                 if name not in ("worker", "arithmetic", "proof", "error", "left", "unsaved",
-                                 "machine", "time", "at")}
-        fields["unreachable"] = None if self.unreachable is None else list(self.unreachable)
-        if self.time is not None:
-            fields["time"] = self.time
-        if self.arithmetic is not None:
-            fields["arithmetic"] = dict(self.arithmetic)
-        if self.proof is not None:
-            fields["proof"] = dict(self.proof)
-        if self.error:
-            fields["error"] = self.error
-        if self.left:
-            fields["left"] = self.left
-        if self.unsaved:
-            fields["unsaved"] = self.unsaved
-        if self.machine is not None:
-            fields["machine"] = dict(vars(self.machine))
-        if self.at is not None:
-            fields["at"] = self.at.to_dict()
-        return fields
+        return _dumped(self, "worker")
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Heartbeat:
         """Read a JSON object that has no flaw (schema.flaw_of_message)."""
-        known = {name: fields[name] for name in Heartbeat.__dataclass_fields__ if name in fields}
-        if known.get("unreachable") is not None:
-            known["unreachable"] = tuple(known["unreachable"])
-        machine = known.get("machine")
-        known["machine"] = MachineFault.from_dict(machine) if machine else None
-        known["at"] = At.from_dict(known["at"]) if known.get("at") else None
-        return Heartbeat(**known)
+        found: Heartbeat = _read(Heartbeat, fields)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
-    """A worker's place in a generation."""
+class RankAssignment:
+    """A worker's rank in a generation, and the way to the other members."""
 
     generation: int
     rank: int
@@ -172,21 +135,14 @@ class Seat:
     local_rank: int = 0
     local_size: int = 1
     address: str = ""
-    """Where Gloo's rendezvous store listens for this generation."""
+    """Where the store listens in which Gloo's ends of this generation find one another; "": this
+    worker is alone."""
     port: int = 0
     at_once: bool = False
-    """All members have `Heartbeat.meets_at_once`."""
-
-    @staticmethod
-    def from_dict(fields: Mapping[str, Any]) -> Seat:
-        """Read a JSON object. Raises KeyError, TypeError, ValueError."""
-        return Seat(
-            generation=int(fields["generation"]),
-            rank=int(fields["rank"]), size=int(fields["size"]),
-            local_rank=int(fields.get("local_rank", 0)),
-            local_size=int(fields.get("local_size", 1)),
-            address=str(fields.get("address", "")), port=int(fields.get("port", 0)),
-            at_once=bool(fields.get("at_once")))
+    """All members have `Heartbeat.meets_at_once`: one answer of the store has the addresses of all
+    (08-meet-at-once.patch)."""
+    attempt: int | None = None
+    """The number of the attempt, if rank 0 counts attempts and no launcher does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +154,7 @@ class News:
 
     version: str = ""
     """Another version has other contents."""
-    place: Seat | None = None
+    place: RankAssignment | None = None
     """Its place in the newest generation, while it trains in it."""
     notice: str = ""
     """Why the members should leave at a step boundary for a new generation: leave, join or death;
@@ -225,30 +181,38 @@ class News:
     """The reason for the verdict."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as a JSON object: what differs from the default, and always the version."""
-        fields = {name: value for name, value in vars(self).items()
-                 if value or name == "version" or (name == "detail" and self.over)}
-        if self.place is not None:
-            fields |= {"place": dict(vars(self.place)), "notice": self.notice,
-                      "unwanted": self.unwanted, "dead": list(self.dead)}
-        if self.reach:
-            fields["reach"] = {name: list(where) for name, where in self.reach.items()}
-        return fields
+        """Return it as a JSON object: the version, and what differs from the default."""
+        return {"version": self.version} | _dumped(self)
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> News:
-        """Read a JSON object.
+        """Read a JSON object. Raises ValueError if it is not a driver's answer."""
+        if "version" not in fields:
+            raise ValueError("an answer without a version")
+        found: News = _read(News, fields)
+        return found
 
-        Raises LookupError, TypeError, ValueError or AttributeError if it is not a driver's answer.
-        """
-        place = fields.get("place")
-        return News(
-            version=str(fields["version"]), place=Seat.from_dict(place) if place else None,
-            notice=str(fields.get("notice") or ""), unwanted=bool(fields.get("unwanted")),
-            dead=tuple(int(rank) for rank in fields.get("dead", ())),
-            offer=int(fields.get("offer", 0)),
-            reach={str(name): (str(address), int(port))
-                   for name, (address, port) in fields.get("reach", {}).items()},
-            leave=bool(fields.get("leave")), evicted=bool(fields.get("evicted")),
-            finished=bool(fields.get("finished")), writes=bool(fields.get("writes")),
-            over=str(fields.get("over", "")), detail=str(fields.get("detail", "")))
+
+@cache
+def _form_of(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter  # later: all commands import this module
+
+    return TypeAdapter(kind)
+
+
+def load_forms() -> None:
+    """Import pydantic now. The first message would wait 0.3 s for it, and the driver's lock with
+    it."""
+    for kind in (Heartbeat, News):
+        _form_of(kind)
+
+
+def _dumped(message: Any, *left_out: str) -> dict[str, Any]:
+    """Return the fields that differ from their defaults."""
+    kind: Any = type(message)
+    return dict(_form_of(kind).dump_python(message, mode="json", exclude_defaults=True,
+                                           exclude=set(left_out)))
+
+
+def _read(kind: Any, fields: Mapping[str, Any]) -> Any:
+    return _form_of(kind).validate_python(fields)

@@ -63,7 +63,7 @@ IDLE_S = 30.0
 """The longest silence of a connection between two messages. A message has twice this time to
 arrive."""
 CONNECTIONS_EACH = 4
-"""A worker holds three (heartbeats, its main thread, its courier). It opens one more when it
+"""A worker holds three (heartbeats, its main thread, its log shipper). It opens one more when it
 restarts in place."""
 WORKER = "X-Elastic-Worker"
 
@@ -138,8 +138,9 @@ class DriverClient:
         self._connection.close()
 
 
-class MessageServer:
-    """The driver's end, with the run's key.
+class MessageServer(Gate):
+    """The driver's end, with the run's key. Authenticated connections are served to their end, also
+    after `shutdown`.
 
     It passes each signed message to `answer(message, address)`, in one thread for each
     authenticated connection. It calls `refused(address, why)` for each refused one. `expected`
@@ -150,27 +151,13 @@ class MessageServer:
                  answer: Callable[[dict[str, Any], str], dict[str, Any]],
                  refused: Callable[[str, str], None],
                  expected: Callable[[], int] = lambda: SPARE):
-        self.key, self.answer, self.refused, self.expected = key, answer, refused, expected
+        self.key, self.answer, self.expected = key, answer, expected
         self.seen = Seen()
         self.served = OpenConnections()
         """The authenticated connections by address, the one that was silent the longest first."""
         self._lock = threading.Lock()
-        self.gate = Gate(bind, 0, self._begin, refused, request_s=FIRST_MESSAGE_S,
-                         most_body=MAX_FIRST_BYTES, most=lambda: SPARE + self.expected())
-        self.server_address = self.gate.address
-        self.server_port = self.gate.address[1]
-
-    def serve_forever(self) -> None:
-        """Accept connections until `shutdown`."""
-        self.gate.serve_forever()
-
-    def shutdown(self) -> None:
-        """Accept no more connections. Authenticated ones are served to their end."""
-        self.gate.shutdown()
-
-    def server_close(self) -> None:
-        """Close the listening socket."""
-        self.gate.close()
+        super().__init__(bind, 0, self._begin, refused, request_s=FIRST_MESSAGE_S,
+                         most_body=MAX_FIRST_BYTES, most=lambda: SPARE + expected())
 
     def _begin(self, connection: socket.socket, address: str, request: Request,
                rest: bytes) -> None:

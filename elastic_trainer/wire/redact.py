@@ -37,7 +37,7 @@ STRONG = re.compile(
 """Words for what is a secret whatever its value is."""
 WEAK = re.compile("^keys?$|^tokens?$|^auth$|[a-z]{2}token$")
 SHORT = re.compile("^pass$|^pw$|^sas$|^sig$|^signature$")
-"""Words that are a secret's name alone, or behind one of OWNERS."""
+"""Words that are a secret's name alone, or after one of OWNERS."""
 OWNERS = frozenset(
     "access account admin amz anthropic api auth aws azure bot client comet db deploy encryption "
     "ftp github gitlab google hf http hub huggingface id ldap license mail master mlflow mongo "
@@ -86,7 +86,7 @@ _BEARER = re.compile(
 _VALUE = r"""(?:[bru]{1,2})?(?:\\"[^"\\]*\\"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
 _TWO = "(?:(?:api|access|secret|private)[ ])?"
 _ENDS = "(?:word|cret|_pwd|-pwd|_key|-key|oken)"
-"""The ends of names that are looked at without a blank behind their colon."""
+"""The ends of names that are looked at without a blank after their colon."""
 MOST_DEEP = 20
 _OPTION = re.compile(
     r"""(?<![\w/-])(--?[A-Za-z][\w.\-]{0,80})(=|\s+)([^\s'"\-](?:[^\s'"]|['"](?![\s,;:)\]}]|\Z))*)""")

@@ -12,6 +12,9 @@ What always holds:
 from __future__ import annotations
 
 import math
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,14 +31,29 @@ class _Known:
     reasons: list[str] = field(default_factory=list)
 
 
-@dataclass
 class RefusedClients:
-    """The addresses whose clients were refused recently. For one thread at a time."""
+    """The addresses whose clients were refused recently. `log` is called with the fields of each
+    event. Any thread may call the methods."""
 
-    known: dict[str, _Known] = field(default_factory=dict)
+    def __init__(self, log: Callable[..., None]):
+        self.known: dict[str, _Known] = {}
+        self._log, self._lock = log, threading.Lock()
 
     def refuse(self, address: str, why: str) -> None:
-        """Count a refused connection."""
+        """Count a refused connection, and log it unless this address was logged within a minute."""
+        with self._lock:
+            self.count(address, why)
+        self.log(time.monotonic())
+
+    def log(self, now: float) -> None:
+        """Log what is due."""
+        with self._lock:
+            due = self.due(now)
+        for fields in due:
+            self._log(**fields)
+
+    def count(self, address: str, why: str) -> None:
+        """Count a refused connection. The caller has the lock."""
         if address not in self.known and len(self.known) >= MOST_ADDRESSES:
             address = OTHERS
         one = self.known.setdefault(address, _Known())

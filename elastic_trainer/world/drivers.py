@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
-
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.world.alone import Alone
 from elastic_trainer.world.our_driver import OurDriver
 from elastic_trainer.world.place import Driver
-from elastic_trainer.world.plain_driver import PlainDriver, is_open
+from elastic_trainer.world.plain_driver import PlainDriver
 
 
 def driver_of(launch: Launch, events: Events) -> Driver:
     """Return the driver that this worker's launcher has."""
     if launch.driver:
         return OurDriver(launch)
-    if is_open(launch, os.environ) and os.environ.get("HOROVOD_RANK") == "0":
-        events.emit("worker.horovodrun_unauthenticated")
-    return PlainDriver(launch) if launch.horovod else Alone()
+    if launch.horovod and not launch.token and launch.seat[:1] == (0,):
+        events.emit("worker.horovodrun_unauthenticated")  # it runs code that any client sends (F10)
+    return PlainDriver(launch) if launch.horovod else Driver()

@@ -10,7 +10,7 @@ What always holds:
 3. The first collective of a generation is the reconcile. Survivors never receive state
    (transfer.py).
 4. The state is copied at the beginning of a step: each member that gives a share of it has run the
-   user's code behind the step before.
+   user's code after the step before.
 5. Generations without progress are bounded.
 
 What it does not do: choose the members (driver/membership.py). driver/driver.py lists F1 to F11.
@@ -31,18 +31,19 @@ from horovod.common.exceptions import HorovodInternalError
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.wire.heartbeat import RankAssignment
 from elastic_trainer.world import revive
 from elastic_trainer.world.arithmetic import Arithmetic
 from elastic_trainer.world.collectives import PeersLost, World
 from elastic_trainer.world.mixture import Mixture
 from elastic_trainer.world.pauses import Pauses
-from elastic_trainer.world.place import Driver, DriverHooks, Place
+from elastic_trainer.world.place import Driver, DriverHooks, Wants
 from elastic_trainer.world.replicas import Part, ReplicaDiffers
 from elastic_trainer.world.session import Session, init_can_fail
 from elastic_trainer.world.transfer import Transfer
-from elastic_trainer.world.vote import Ballot, Outcome, Wishes
+from elastic_trainer.world.vote import Ballot, Outcome
 from elastic_trainer.world.worker_status import (
-    Standing,
+    WorkerStatus,
     givers,
     has_state,
     is_owed,
@@ -78,7 +79,7 @@ class Hooks:
 
     all_parts: Callable[[], list[Part]] = list
     """Checksums of all that this worker holds."""
-    part_from_odd: Callable[[list[Part], Sequence[int]], None] = _nothing
+    part_from_outliers: Callable[[list[Part], Sequence[int]], None] = _nothing
     """Called by all members when the bits of some of the given ranks differ; it raises on all."""
     expected_step_s: Callable[[int], float] = lambda size: 0.0
     """How long a step will take in a world of this size."""
@@ -90,7 +91,7 @@ class Hooks:
     published: Callable[[], int] = lambda: -1
     """The newest step that this worker knows to be published."""
     owes: Callable[[], bool] = lambda: False
-    """True while the user's code has not ended behind the last finished step."""
+    """True while the user's code has not ended after the last finished step."""
     attend: Callable[[], None] = _nothing
     """Called by all members when their user's code has ended, if the code of a member had not: that
     code may have collectives."""
@@ -129,7 +130,7 @@ class Generations:
         self.mixture, self.pauses = Mixture(launch, events), Pauses(launch.revived_since)
         self.arithmetic: Arithmetic | None = None
         """How this worker computes; None before its warm-up."""
-        self._session = session or Session(launch, driver.interface(), events.trace.mark)
+        self._session = session or Session(launch, driver.interface, events.trace.mark)
         self._transfer = Transfer(self.world, events, hooks.all_parts, self.settle_difference,
                                   hooks.user_reduces)
         self._live_state: Callable[[], Any] = _nothing
@@ -157,7 +158,7 @@ class Generations:
         """
         self._guard(live_state)
         self._start_driver(state)
-        idle = Idle(is_limited=not self.driver.counts_idle_generations())
+        idle = Idle(is_limited=not self.driver.is_mended)
         while True:
             try:
                 self._enter(self.driver.next_place(state.has_state, state.committed))
@@ -186,18 +187,19 @@ class Generations:
         self.driver.start(hooks, state.has_state, state.committed, self.arithmetic,
                           meets_at_once=init_can_fail())
 
-    def _enter(self, place: Place) -> None:
-        self._generation, self._change_wanted_since = place.generation, None
-        self.world.seat(place.rank, place.size)
-        self.events.bound.update(generation=place.generation, rank=place.rank, size=place.size)
-        if place.attempt is not None:
-            self.events.bound["attempt"] = place.attempt
+    def _enter(self, assigned: RankAssignment) -> None:
+        self._generation, self._change_wanted_since = assigned.generation, None
+        self.world.seat(assigned.rank, assigned.size)
+        self.events.bound.update(generation=assigned.generation, rank=assigned.rank,
+                                 size=assigned.size)
+        if assigned.attempt is not None:
+            self.events.bound["attempt"] = assigned.attempt
         self.events.reach("world.place_taken")
         self.pauses.place()
-        self.local_size = place.local_size
-        if place.size == 1 and not self.hooks.user_reduces:
+        self.local_size = assigned.local_size
+        if assigned.size == 1 and not self.hooks.user_reduces:
             return
-        self._session.prepare(place, self.hooks.expected_step_s(place.size))
+        self._session.prepare(assigned, self.hooks.expected_step_s(assigned.size))
         self.events.reach("world.init_entered")
         self._session.start()  # network: a full mesh of connections
         self.events.reach("world.init_left")
@@ -252,7 +254,7 @@ class Generations:
     def _guard(self, live_state: Callable[[], Any]) -> None:
         """Restart in place instead of the abort by which Horovod ends all members if one dies in
         init."""
-        if not self.driver.revives_workers():
+        if not self.driver.is_mended:
             return  # plain horovodrun would take the restart for a death
         self._is_guarded, self._live_state = True, live_state
         revive.on_terminate(self._start_anew)
@@ -280,19 +282,18 @@ class Generations:
 
     def vote(self, step: int, ballot: Ballot) -> Outcome:
         """Vote on a step, and pass on what this worker's driver wants."""
-        wishes = self.take_wishes(time.monotonic())
-        return self.world.vote(step, replace(ballot, wishes=wishes))
+        wants = self.driver.wants()
+        return self.world.vote(step, replace(
+            ballot, wants=wants, change_waits=self.change_waits(wants, time.monotonic())))
 
-    def take_wishes(self, now: float) -> Wishes:
-        """Return what the driver wants, and note when it began to want a change of the world."""
-        driver, wants_change = self.driver, self.driver.wants_change()
+    def change_waits(self, wants: Wants, now: float) -> bool:
+        """True if a change of the world should wait for the checkpoint in flight. Notes when the
+        driver began to want the change."""
         since = self._change_wanted_since or now
-        self._change_wanted_since = since if wants_change else None
+        self._change_wanted_since = since if wants.change else None
         next_vote = now + self.hooks.expected_step_s(self.world.size)
-        has_time = next_vote - since < UPLOAD_FIRST_S and not driver.must_hurry()
-        waits = wants_change and has_time and self.hooks.is_saving()
-        return Wishes(change=wants_change and not waits, change_soon=wants_change,
-                      stop=driver.wants_stop(), drains=driver.drains())
+        has_time = next_vote - since < UPLOAD_FIRST_S and not wants.is_urgent
+        return wants.change and has_time and self.hooks.is_saving()
 
     def settle_difference(self, step: int, held: list[Part], among: Sequence[int]) -> None:
         """Log that the replicas of some ranks differ in a step if the user allows that; otherwise
@@ -300,7 +301,7 @@ class Generations:
         if self.mixture.is_mixed:
             self.mixture.log_drift(self.world, step)
         else:
-            self.hooks.part_from_odd(held, among)
+            self.hooks.part_from_outliers(held, among)
 
     # --- reconcile ------------------------------------------------------------------------------
 
@@ -312,50 +313,50 @@ class Generations:
         Yields what `hand_over` yields. Returns where the state came from, and the seconds for which
         the members that have the state (this worker, if no member has it) have not trained.
 
-        The transfer comes after `hand_over`: the user's code behind a step may change the state, so
+        The transfer comes after `hand_over`: the user's code after a step may change the state, so
         each member that gives a share of the state must have run that code. No member waits for
         another before the transfer, and the transfer begins when all members have returned from the
         user's code. That code may take long. Horovod continues to negotiate and the heartbeats have
         a thread of their own, so neither Gloo nor the driver takes such a member for a dead one.
         """
         began = time.monotonic()
-        standings, source = self._exchange_standings(state), "memory"
-        self.mixture.compare(self.world, [one.arithmetic for one in standings], self.arithmetic,
-                             givers(standings), is_logged=self.driver.compares_arithmetic())
-        paused_s = max((one.paused_ms / 1000 for one in standings if one.has_state),
+        statuses, source = self._exchange_statuses(state), "memory"
+        self.mixture.compare(self.world, [one.arithmetic for one in statuses], self.arithmetic,
+                             givers(statuses), is_logged=self.driver.is_mended)
+        paused_s = max((one.paused_ms / 1000 for one in statuses if one.has_state),
                        default=began - self._left_at)
-        if not has_state(standings):
+        if not has_state(statuses):
             source = restore()  # disk, or the store: only at the start of an attempt, all together
-            standings = self._exchange_standings(state)
-        survivors = [s.pause for s in standings if s.has_state] if source == "memory" else []
-        self._roll_forward(state, standings, roll_forward)
+            statuses = self._exchange_statuses(state)
+        survivors = [s.pause for s in statuses if s.has_state] if source == "memory" else []
+        self._roll_forward(state, statuses, roll_forward)
         if state.has_state:
             yield from hand_over()
-        if self.world.size > 1 and is_owed(standings):
+        if self.world.size > 1 and is_owed(statuses):
             self.hooks.attend()
-        if len(found := givers(standings)) < self.world.size:
+        if len(found := givers(statuses)) < self.world.size:
             self._transfer.move(state, found, is_late=source == "memory")
         self.pauses.enter(survivors)
         return source, paused_s + time.monotonic() - began
 
-    def _exchange_standings(self, state: LiveState) -> list[Standing]:
+    def _exchange_statuses(self, state: LiveState) -> list[WorkerStatus]:
         """Exchange where each worker stands, by rank. Network: one allgather."""
         paused_ms = int(1000 * (time.monotonic() - self._left_at))
-        mine = torch.tensor([Standing(
+        mine = torch.tensor([WorkerStatus(
             state.ticks, state.begun, state.has_state, state.last_vote, paused_ms,
             self.arithmetic, self.pauses.form(), self.hooks.owes()).encode()], dtype=torch.int64)
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
-        return [Standing.decode(numbers) for numbers in everyone.tolist()]
+        return [WorkerStatus.decode(numbers) for numbers in everyone.tolist()]
 
-    def _roll_forward(self, state: LiveState, standings: Sequence[Standing],
+    def _roll_forward(self, state: LiveState, statuses: Sequence[WorkerStatus],
                       roll_forward: Callable[..., None]) -> None:
         """Bring this worker, if it has the state, to the newest step that a member has finished."""
-        ticks, last_vote = newest(standings)
+        ticks, last_vote = newest(statuses)
         step = ticks // state.phases
         # Rank 0 logs it, also as a newcomer. It logs it once if the reconcile is repeated because a
         # member did not learn that the last one ended.
         is_logged = state.begun <= ticks and self._redone_step == step
-        if self.world.rank == 0 and was_begun(standings) and not is_logged:
+        if self.world.rank == 0 and was_begun(statuses) and not is_logged:
             self._redone_step = step
             self.events.emit("worker.step_redone", step=step)
         if not state.has_state:

@@ -1,6 +1,8 @@
-"""Compare the members of a generation, and log a drift that the user allows.
+"""Compare the members of a generation: how they compute, and, where no driver does, their dataset
+and program. A drift that the user allows is logged.
 
-reconcile (each member's arithmetic) → here → vote, transfer: a difference is a fault or allowed
+reconcile (each member's arithmetic and proof) → here → vote, transfer: a difference is a fault or
+allowed; the user's error on a member with another program
 
 What always holds: if the user allows members that compute other bits, a difference between replicas
 is not a fault of a machine. It is logged once a generation.
@@ -9,27 +11,38 @@ is not a fault of a machine. It is logged once a generation.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Sequence
 
-from elastic_trainer.config import Launch
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.events.log import Events
+from elastic_trainer.wire.proof import Proof, differences, refused, remedy, sentence
 from elastic_trainer.world.arithmetic import (
     Arithmetic,
     advice,
     computes_otherwise,
     facts_that_differ,
 )
-from elastic_trainer.world.same_program import require_same_program
+from elastic_trainer.world.vote import Peers
 
 
-class Peers(Protocol):
-    """What a comparison needs of the world."""
+def require_same_program(world: Peers, mine: Proof, holders: Sequence[int],
+                         allowed: Collection[str]) -> None:
+    """Raise ConfigError on each member that differs from the first one that holds the state. If
+    none holds it, all members raise: nothing shows which of them is right.
 
-    rank: int
-    size: int
-
-    def gather_texts(self, text: str) -> list[str]: ...
+    All members call it. Network: one exchange of the proofs.
+    """
+    texts = world.gather_texts(json.dumps(mine.to_dict()))
+    everyone = [Proof.from_dict(json.loads(text)) for text in texts]
+    first = holders[0] if holders else 0
+    runs = everyone[first]
+    for rank, one in enumerate(everyone):
+        if runs is None or one is None or (holders and rank != world.rank):
+            continue
+        if found := refused(differences(one, runs), allowed):
+            raise ConfigError(
+                f"The worker of rank {rank} has other data, or another program, than that of rank "
+                f"{first} (\"the run\"): {sentence(found)}. {remedy(found, one, runs)}")
 
 
 class Mixture:
@@ -52,16 +65,16 @@ class Mixture:
         if mine and mine.proof and world.size > 1 and not is_logged:
             require_same_program(world, mine.proof, holders, self._launch.allow_change)
         first = members[0]
-        odd = [rank for rank, other in enumerate(members)
-               if first and other and computes_otherwise(first, other)]
-        self.is_mixed, self._is_drift_logged = bool(odd), False
-        if not odd or is_logged:
+        outliers = [rank for rank, other in enumerate(members)
+                    if first and other and computes_otherwise(first, other)]
+        self.is_mixed, self._is_drift_logged = bool(outliers), False
+        if not outliers or is_logged:
             return
         assert mine
         me = {"host": self._launch.host, **mine.to_dict()}
         everyone = [json.loads(text) for text in world.gather_texts(json.dumps(me))]
         theirs = [Arithmetic.from_dict(values) for values in everyone]
-        for rank in odd if world.rank == 0 else ():
+        for rank in outliers if world.rank == 0 else ():
             one, other = theirs[rank], theirs[0]
             differ = facts_that_differ(one, other) if one and other else {}
             self._events.emit(

@@ -22,21 +22,28 @@ from typing import Any
 
 from elastic_trainer.config import Launch
 from elastic_trainer.host.processes import show
-from elastic_trainer.wire.heartbeat import Heartbeat, MachineFault, News, Seat
+from elastic_trainer.wire.heartbeat import (
+    Heartbeat,
+    MachineFault,
+    News,
+    RankAssignment,
+    load_forms,
+)
 from elastic_trainer.wire.messages import DriverClient, DriverUnreachable
 from elastic_trainer.world.arithmetic import Arithmetic
 from elastic_trainer.world.place import (
     MAX_ERROR_CHARACTERS,
     Dismissed,
+    Driver,
     DriverHooks,
-    Place,
     RunOver,
+    Wants,
 )
 from elastic_trainer.world.reach import (
     REACH_S,
-    answer_door,
+    close_probes,
     interface_towards,
-    open_door,
+    open_listener,
     unreachable,
 )
 
@@ -50,16 +57,23 @@ NAMED_S = 10.0
 """The time for which a worker waits until the driver names the worker that writes the state."""
 
 
-class OurDriver:
-    """A worker's connection to our driver."""
+class OurDriver(Driver):
+    """A worker's connection to our driver.
+
+    `go_back` does nothing: if no worker reports that it holds the state, the driver ends the
+    attempt, and the next attempt restores.
+    """
+
+    is_mended = drains_on_sigterm = True
 
     def __init__(self, launch: Launch):
         assert launch.driver is not None
+        load_forms()
         self.launch, self.limits = launch, launch.limits
         self.generation = 0
-        self._interface = interface_towards(launch.driver.rpartition(":")[0])
-        self._door = open_door(launch.driver)
-        self._reports = Reports(launch.revived_count, self._door.getsockname()[1])
+        self.interface = interface_towards(launch.driver.rpartition(":")[0])
+        self._listener = open_listener(launch.driver)
+        self._reports = Reports(launch.revived_count, self._listener.getsockname()[1])
         self._hooks = DriverHooks()
         self._news = News()
         self._is_lost = False
@@ -84,9 +98,9 @@ class OurDriver:
             proof=arithmetic.proof.to_dict() if arithmetic and arithmetic.proof else None)
         self._heartbeats.start()
 
-    def next_place(self, holds_state: bool, step: int) -> Place:
+    def next_place(self, holds_state: bool, step: int) -> RankAssignment:
         """Wait without a limit for a place in a later generation. Raises Dismissed, RunOver."""
-        accepted, seen, knocks = 0, "", Knocks()
+        accepted, seen, probes = 0, "", Probes()
         phase = "waiting" if self.generation else "standby"
         while True:
             self._reports.change(phase=phase, accepted=accepted, holds_state=holds_state, step=step)
@@ -106,8 +120,8 @@ class OurDriver:
                 raise RunOver("finished", "")
             if news.writes:
                 self._hooks.write_alone()
-            if knocks.try_again(news.reach, is_new_offer=news.offer != accepted):
-                self._reports.change(unreachable=knocks.failed)
+            if probes.try_again(news.reach, is_new_offer=news.offer != accepted):
+                self._reports.change(unreachable=probes.failed)
             accepted = news.offer
 
     def _raise_if_out(self, news: News) -> None:
@@ -116,13 +130,11 @@ class OurDriver:
         if news.evicted or news.leave or (news.finished and not self.generation):
             raise Dismissed
 
-    def _take(self, seat: Seat) -> Place:
-        self.generation = seat.generation
-        self._reports.change(phase="training", generation=seat.generation, accepted=0,
+    def _take(self, assigned: RankAssignment) -> RankAssignment:
+        self.generation = assigned.generation
+        self._reports.change(phase="training", generation=self.generation, accepted=0,
                              arithmetic=None)  # the driver has it
-        return Place(generation=seat.generation, rank=seat.rank, size=seat.size,
-                     local_rank=seat.local_rank, local_size=seat.local_size,
-                     rendezvous=(seat.address, seat.port), at_once=seat.at_once)
+        return assigned
 
     # --- heartbeats -----------------------------------------------------------------------------
 
@@ -159,29 +171,16 @@ class OurDriver:
             self._news, self._is_lost, version = news, False, news.version
             if self._reports.phase == "training" and self.is_broken():
                 self._hooks.on_broken()
-            answer_door(self._door)
+            close_probes(self._listener)
 
     # --- news -----------------------------------------------------------------------------------
 
-    def wants_change(self) -> bool:
-        """True when the driver wants a new generation, or this worker should drain."""
-        return bool(self._news.notice) or self._reports.drains
-
-    def wants_stop(self) -> bool:
-        """True when the attempt should stop at the next step: the driver is lost or was stopped."""
-        return self._is_lost or bool(self._news.over)
-
-    def drains(self) -> bool:
-        """True when its host, or the list of hosts, wants this worker to leave."""
-        return self.must_hurry() or self._news.unwanted
-
-    def must_hurry(self) -> bool:
-        """True when this worker's own host wants it to leave (SIGTERM), within seconds."""
-        return self._reports.drains
-
-    def is_host_leaving(self) -> bool:
-        """True when the host of a member of this generation has left the list."""
-        return self._news.notice == "leave"
+    def wants(self) -> Wants:
+        """Return what the driver wants now. A driver that is lost has stopped."""
+        news, is_urgent = self._news, self._reports.drains
+        return Wants(change=bool(news.notice) or is_urgent, stop=self._is_lost or bool(news.over),
+                     drains=is_urgent or news.unwanted, is_urgent=is_urgent,
+                     host_leaves=news.notice == "leave")
 
     def is_writer(self, rank: int, waited_s: float) -> bool:
         """True when this worker should write the state, because the attempt is over.
@@ -197,10 +196,6 @@ class OurDriver:
         is_ours = news.place is not None and news.place.generation == self.generation
         return news.evicted or (is_ours and bool(news.dead))
 
-    def is_finished(self) -> bool:
-        """True when a member has seen the last vote pass."""
-        return self._news.finished
-
     # --- reports --------------------------------------------------------------------------------
 
     def drain(self) -> None:
@@ -212,51 +207,22 @@ class OurDriver:
         if self._reports.phase != "reviving":
             self._reports.change(phase=phase, step=step, holds_state=True)
 
-    def go_back(self) -> None:
-        """Do nothing: if no worker reports that it holds the state, the driver ends the attempt,
-        and the next attempt restores."""
-
-    def fail(self, error: str) -> None:
-        """Report the user's own exception, which ends the run on all workers.
-
-        A worker that is not ready does not report it: the cause may be its host, and the other
-        workers must not end with it.
-        """
-        if self._heartbeats.is_alive():
-            self._report(error=error[-MAX_ERROR_CHARACTERS:])
-
-    def leave(self, why: str, *, is_saved: bool = True) -> None:
-        """Report that the run stops here. It ends on all workers, and can be resumed."""
-        if self._heartbeats.is_alive():
-            self._report(**{"left" if is_saved else "unsaved": why[-MAX_ERROR_CHARACTERS:]})
-
-    def fail_machine(self, fault: MachineFault) -> None:
-        """Report that this machine has failed, and that this worker leaves."""
-        self._report(machine=replace(fault, text=fault.text[-MAX_ERROR_CHARACTERS:]))
-
-    def differ(self) -> None:
-        """Report that this worker holds other bits, and leaves."""
-        self._report(differs=True)
-
-    def report_last_step(self, step: int) -> None:
-        """Report the last step before this worker leaves an attempt that is over: the next
-        heartbeat may come too late."""
-        if not self._is_lost:
-            self._report(step=step)
-
-    def finish(self, step: int) -> None:
-        """Report that the last vote has passed."""
-        self._report(phase="finished", step=step)
-
     def revive_soon(self) -> None:
         """Report that this process is about to restart in place. Any thread may call it."""
         self._reports.change(phase="reviving")
         with suppress(DriverUnreachable):  # the missing heartbeats inform the driver
             exchange(self._client(REVIVE_S), self._next_heartbeat(hold_s=0.0, seen=""))
 
-    def _report(self, **changes: Any) -> None:
-        """Send changes until the driver has them or is lost."""
-        self._reports.change(**changes)
+    def report(self, **facts: Any) -> None:
+        """Send what changes until the driver has it or is lost.
+
+        A worker that is not ready reports nothing: the cause may be its host, and the other workers
+        must not end with it.
+        """
+        is_last_step = facts.keys() == {"step"}  # of an attempt that a lost driver has ended
+        if not self._heartbeats.is_alive() or (is_last_step and self._is_lost):
+            return
+        self._reports.change(**{name: _shortened(fact) for name, fact in facts.items()})
         heartbeat, since = self._next_heartbeat(hold_s=0.0, seen=""), time.monotonic()
         while True:
             try:
@@ -268,21 +234,8 @@ class OurDriver:
                     return
                 time.sleep(ASK_AGAIN_S)
 
-    # --- what differs between drivers -----------------------------------------------------------
-
-    def interface(self) -> str:
-        """Return the network interface that leads to the driver."""
-        return self._interface
-
-    def drains_on_sigterm(self) -> bool:
-        """Always."""
-        return True
-
-    counts_idle_generations = compares_arithmetic = takes_machine_faults = drains_on_sigterm
-    revives_workers = drains_on_sigterm
-
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]
         """The number of our newest heartbeat, from which a successor continues."""
         return self._reports.count
 
@@ -290,10 +243,10 @@ class OurDriver:
 class Reports:
     """The facts that a worker reports, for all its threads."""
 
-    def __init__(self, count: int, door: int):
+    def __init__(self, count: int, probe_port: int):
         self._lock = threading.Lock()
         self._now = Heartbeat(count=count, phase="standby", generation=0, unreachable=None,
-                              door=door, pid=os.getpid())
+                              probe_port=probe_port, pid=os.getpid())
         self.drains = False
         """The host wants this worker to leave. A signal handler sets it, so without the lock."""
 
@@ -322,7 +275,7 @@ class Reports:
             return self._now
 
 
-class Knocks:
+class Probes:
     """The members that this worker did not reach when it last tried."""
 
     def __init__(self) -> None:
@@ -343,6 +296,13 @@ class Knocks:
         self._tried, self._tried_at = peers, time.monotonic()
         self.failed = failed if peers else None
         return True
+
+
+def _shortened(fact: Any) -> Any:
+    """Return a fact with the end of its text, where that is long."""
+    if isinstance(fact, MachineFault):
+        return replace(fact, text=_shortened(fact.text))
+    return fact[-MAX_ERROR_CHARACTERS:] if isinstance(fact, str) else fact
 
 
 def exchange(client: DriverClient, heartbeat: Heartbeat) -> News:

@@ -1,6 +1,6 @@
 """Find the workers whose bits differ, after a vote or a transfer has shown that some do.
 
-vote or transfer (a checksum differs) → here → the odd worker leaves, the others repeat the step
+vote or transfer (a checksum differs) → here → the outlier leaves, the others repeat the step
 
 What it does not do: decide what happens if no majority holds the same bits, or if a part of the
 state was lost in a transfer. The training decides.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
@@ -23,17 +22,10 @@ from elastic_trainer.world.replicas import (
     ReplicasDisagree,
     judge,
 )
+from elastic_trainer.world.vote import Peers
 
 NAMED_TENSORS = 5
 """An event names this many of the tensors that differ."""
-
-
-class Peers(Protocol):
-    """What the search needs of the world."""
-
-    rank: int
-
-    def gather_texts(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -55,11 +47,11 @@ class Search:
 
     received: int = -1
     """The ticks at which it has received its state; -1: it has not, or not lately."""
-    odd_receivers: int = 0
+    outlying_receivers: int = 0
     """How many receivers have left, as far as this worker has seen it."""
 
 
-def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
+def find_outliers(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
              among: Sequence[int], mine: Search, *, step: int, since_step: int,
              phases: int = 1) -> Lost | None:
     """Find the workers whose bits differ, of the ranks `among`. All workers call it.
@@ -73,11 +65,11 @@ def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
     machine's fault.
     """
     me = {"host": launch.host, "worker": launch.worker or launch.host, "held": list(held),
-          "received": mine.received, "odd_receivers": mine.odd_receivers}
+          "received": mine.received, "outlying_receivers": mine.outlying_receivers}
     everyone = [json.loads(text) for text in world.gather_texts(json.dumps(me))]
     received = [int(everyone[rank]["received"]) for rank in among]
     found = judge([everyone[rank]["held"] for rank in among], received,
-                  max(int(one["odd_receivers"]) for one in everyone))
+                  max(int(one["outlying_receivers"]) for one in everyone))
     if found.tensors and all(name.endswith(NUMBER) for name in found.tensors):
         texts = ", ".join(name.removesuffix(NUMBER) for name in found.tensors[:NAMED_TENSORS])
         raise ReplicasDisagree(
@@ -85,7 +77,7 @@ def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
             f"different. The attributes of an optimizer are part of the state, which is the same "
             f"on all workers. Keep a value of one worker (a time, a log of rank 0) outside of the "
             f"optimizer.")
-    odd = [among[place] for place in found.odd]
+    outliers = [among[place] for place in found.outliers]
     names = found.tensors[:NAMED_TENSORS]
     if found.holders:
         late = [place for place, when in enumerate(received) if when > min(received)]
@@ -93,16 +85,16 @@ def find_odd(world: Peers, launch: Launch, events: Events, held: Sequence[Part],
                     tuple(among[place] for place in late),
                     min(received[place] for place in late) // phases, names)
     if world.rank == among[(found.majority or (0,))[0]]:
-        for rank in odd:
+        for rank in outliers:
             events.emit("worker.replica_differs", step=step, since_step=since_step,
                         host=everyone[rank]["host"], odd_worker=everyone[rank]["worker"],
                         odd_rank=rank, majority=len(found.majority), tensors=names,
                         tensors_count=len(found.tensors))
     if not found.majority:
         return None
-    mine.odd_receivers += sum(received[place] > min(received) for place in found.odd)
-    if world.rank in odd:
+    mine.outlying_receivers += sum(received[place] > min(received) for place in found.outliers)
+    if world.rank in outliers:
         raise ReplicaDiffers(
             f"this worker holds other bits than {len(found.majority)} of {len(among)} workers in "
             f"step {step}: {', '.join(names)}")
-    raise PeersLost(f"rank {', '.join(map(str, odd))} holds other bits and leaves")
+    raise PeersLost(f"rank {', '.join(map(str, outliers))} holds other bits and leaves")

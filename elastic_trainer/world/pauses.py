@@ -10,7 +10,7 @@ The parts follow each other, and add up to the pause. Each part ends at a moment
     redoing    the step is done; its normal time is not counted
 
 What always holds: a step takes its normal time also without a fault. That time is first taken off
-the wait before the fault was noticed, and then off the step behind the change. So a planned change
+the wait before the fault was noticed, and then off the step after the change. So a planned change
 costs no noticing.
 """
 

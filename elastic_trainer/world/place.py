@@ -1,39 +1,21 @@
-"""A worker's place in the world, and what the world needs of the process that gives places.
+"""What the world needs of the process that assigns ranks, the driver.
 
 driver → here → generations (`hvd.init()`)
 
 There are three drivers: ours (our_driver.py), that of plain horovodrun (plain_driver.py), and none
-(alone.py). The world does not know which it has: what differs is a method of `Driver`.
+(`Driver` itself). The world does not know which it has: what differs is a member of `Driver`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
-from elastic_trainer.wire.heartbeat import At, MachineFault
+from elastic_trainer.wire.heartbeat import At, RankAssignment
 from elastic_trainer.world.arithmetic import Arithmetic
 
 MAX_ERROR_CHARACTERS = 50_000
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """A seat in one generation."""
-
-    generation: int
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    rendezvous: tuple[str, int] | None
-    """Where Gloo's peers find one another in this generation: address, port."""
-    attempt: int | None = None
-    """The number of the attempt, if rank 0 counts attempts and no launcher does."""
-    at_once: bool = False
-    """One answer of the rendezvous store has the addresses of all members
-    (08-meet-at-once.patch)."""
 
 
 class Dismissed(Exception):
@@ -70,93 +52,79 @@ class DriverHooks:
     """What the loop does now; None: it is in no step."""
 
 
-class Driver(Protocol):
-    """What a world needs of the process that starts workers and gives them places."""
+@dataclass(frozen=True, kw_only=True)
+class Wants:
+    """What its driver wants of a worker now."""
+
+    change: bool = False
+    """The world should change at a step boundary, or this worker should leave."""
+    stop: bool = False
+    """The attempt should stop after the next step, with a checkpoint."""
+    drains: bool = False
+    """The worker's host, or the list of hosts, wants this worker to leave."""
+    is_urgent: bool = False
+    """This worker has seconds to leave (SIGTERM), not the minutes of a notice."""
+    host_leaves: bool = False
+    """The host of a member of this generation has left the list."""
+
+
+class Driver:
+    """What a world needs of the process that starts workers and gives them places.
+
+    This one is that of a worker without a launcher: a world of one. The two others override what
+    they know.
+    """
+
+    interface = ""
+    """The network interface for Gloo; "": Horovod chooses, or horovodrun has."""
+    count = 0
+    """The number of this worker's newest message, from which a successor continues."""
+    is_mended = False
+    """Our driver (driver/driver.py): before workers meet it compares how they compute, and logs it;
+    it ends an attempt after too many generations without a finished step; a worker may leave
+    because its machine fails, and may restart in place and return to its generation."""
+    drains_on_sigterm = False
+    """SIGTERM lets a worker leave at a step boundary. Without a launcher it ends the process as it
+    ends any other."""
 
     # --- places ---
     def start(self, hooks: DriverHooks, holds_state: bool, step: int,
               arithmetic: Arithmetic | None, *, meets_at_once: bool) -> None:
         """Report that this worker stands ready."""
 
-    def next_place(self, holds_state: bool, step: int) -> Place:
+    def next_place(self, holds_state: bool, step: int) -> RankAssignment:
         """Wait for a place in a generation after ours. Raises Dismissed, RunOver."""
+        return RankAssignment(generation=1, rank=0, size=1)
 
     # --- news ---
-    def wants_change(self) -> bool:
-        """True when the world should change at a step boundary, or this worker should leave."""
-
-    def wants_stop(self) -> bool:
-        """True when the attempt should stop at the next step, with a checkpoint."""
-
-    def drains(self) -> bool:
-        """True when its host, or the list of hosts, wants this worker to leave."""
-
-    def must_hurry(self) -> bool:
-        """True when this worker has seconds to leave (SIGTERM), not the minutes of a notice."""
-
-    def is_host_leaving(self) -> bool:
-        """True when the host of a member of this generation has left the list."""
-
-    def is_writer(self, rank: int, waited_s: float) -> bool:
-        """True when this worker should write the state, because the attempt is over."""
+    def wants(self) -> Wants:
+        """Return what the driver wants now."""
+        return Wants()
 
     def is_broken(self) -> bool:
         """True when a member of this generation is gone."""
+        return False
 
-    def is_finished(self) -> bool:
-        """True when a member has seen the last vote pass."""
+    def is_writer(self, rank: int, waited_s: float) -> bool:
+        """True when this worker should write the state, because the attempt is over: the ranks
+        before it have had a second each."""
+        return waited_s >= rank
 
     # --- reports ---
     def drain(self) -> None:
         """Ask to leave at the next step boundary. Takes no lock: a signal handler may call it."""
 
     def note(self, phase: str, step: int) -> None:
-        """Report what this worker does, and that it holds the state."""
+        """Put into the next message what this worker does, and that it holds the state."""
+
+    def report(self, **facts: Any) -> None:
+        """Report what the driver must know before this worker goes on (fields of Heartbeat):
+        `error`, the user's own exception, which ends the run on all workers; `left` or `unsaved`,
+        why the run stops here and can be resumed; `machine` or `differs`, why this worker leaves
+        as a dead one; the last `step`; the `phase` finished."""
 
     def go_back(self) -> None:
         """Report that all workers drop the state and restore an older checkpoint."""
 
-    def fail(self, error: str) -> None:
-        """Report the user's own exception, which ends the run on all workers."""
-
-    def leave(self, why: str, *, is_saved: bool = True) -> None:
-        """Report that the run stops here, and can be resumed: by the user's code, or because its
-        last checkpoint cannot be written (`is_saved` is False)."""
-
-    def fail_machine(self, fault: MachineFault) -> None:
-        """Report that this machine has failed, and that this worker leaves."""
-
-    def differ(self) -> None:
-        """Report that this worker holds other bits than most of its world, and leaves now."""
-
-    def report_last_step(self, step: int) -> None:
-        """Report the last step before this worker leaves an attempt that is over."""
-
-    def finish(self, step: int) -> None:
-        """Report that the last vote has passed."""
-
-    # --- what differs between drivers ---
-    def interface(self) -> str:
-        """Return the network interface for Gloo; "": Horovod chooses, or horovodrun has."""
-
-    def drains_on_sigterm(self) -> bool:
-        """True if SIGTERM should let a worker leave at a step boundary."""
-
-    def counts_idle_generations(self) -> bool:
-        """True if the driver ends an attempt after too many generations without a finished step."""
-
-    def compares_arithmetic(self) -> bool:
-        """True if the driver compares how workers compute, and logs it, before they meet."""
-
-    def takes_machine_faults(self) -> bool:
-        """True if a worker whose machine fails may leave, and the driver starts another one."""
-
-    def revives_workers(self) -> bool:
-        """True if a worker may restart in place, and return to its generation."""
-
     def revive_soon(self) -> None:
         """Report that this process is about to restart in place. Any thread may call it."""
-
-    @property
-    def count(self) -> int:
-        """The number of this worker's newest message, from which a successor continues."""

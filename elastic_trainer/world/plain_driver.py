@@ -11,46 +11,34 @@ notification service checks an HMAC before it unpickles (network.py:92-99).
 
 from __future__ import annotations
 
-import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
 from typing import Any
 
 from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.wire.heartbeat import MachineFault
-from elastic_trainer.world.arithmetic import Arithmetic
-from elastic_trainer.world.place import Dismissed, DriverHooks, Place, RunOver
+from elastic_trainer.wire.heartbeat import RankAssignment
+from elastic_trainer.world.place import Dismissed, Driver, RunOver, Wants
 
-SEAT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 ADMISSION_S = 60.0
 """The time for which rank 0 waits for all members of a generation other than the first."""
 ADMISSION_POLL_S = 0.02
-TOKEN_VARIABLE, TOKEN_HEADER = "_HOROVOD_LAUNCH_TOKEN", "X-Horovod-Token"
+TOKEN_HEADER = "X-Horovod-Token"
 """Of setup/patches/11-answer-only-with-the-key.patch."""
 
 
-def is_open(launch: Launch, env: Mapping[str, str]) -> bool:
-    """True under a horovodrun without our patches: it runs code that any client sends (F10)."""
-    return launch.horovod and not launch.driver and TOKEN_VARIABLE not in env
+class PlainDriver(Driver):
+    """A worker's connection to Horovod's own driver. It takes no heartbeats and no reports: the
+    votes, and the exit codes of workers, say what others report."""
 
-
-class PlainDriver:
-    """A worker's connection to Horovod's own driver."""
-
-    count = 0
+    drains_on_sigterm = True
 
     def __init__(self, launch: Launch):
         from horovod.common.elastic import notification_manager
 
         self.launch, self.generation, self.attempt = launch, 0, launch.attempt
         self._changed = self._drains = False
-        env = os.environ
-        self.address = env["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-        self.port = int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"])
-        self.host, self.local_rank = env["HOROVOD_HOSTNAME"], int(env["HOROVOD_LOCAL_RANK"])
-        self._headers = {TOKEN_HEADER: env[TOKEN_VARIABLE]} if TOKEN_VARIABLE in env else {}
+        self._headers = {TOKEN_HEADER: launch.token} if launch.token else {}
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             notification_manager.init()
@@ -62,11 +50,7 @@ class PlainDriver:
         """Take a notice of Horovod's driver. It calls rank 0 only; the vote informs the others."""
         self._changed = True
 
-    def start(self, hooks: DriverHooks, holds_state: bool, step: int,
-              arithmetic: Arithmetic | None, *, meets_at_once: bool) -> None:
-        """Do nothing: Horovod's driver takes no heartbeats."""
-
-    def next_place(self, holds_state: bool, step: int) -> Place:
+    def next_place(self, holds_state: bool, step: int) -> RankAssignment:
         """Ask for a place and wait until all members have checked in (F1).
 
         Raises Dismissed, RunOver.
@@ -75,17 +59,15 @@ class PlainDriver:
         while True:
             if self._drains:
                 raise Dismissed
-            seat = self._first_seat() if is_first else self._ask_for_seat()
+            seat = list(self.launch.seat) if is_first else self._ask_for_seat()
             is_first = False
             if seat[0] < 0:
                 raise Dismissed
             if self._check_in(seat[0], seat[1]):
-                return Place(generation=self.generation, rank=seat[0], size=seat[1],
-                             local_rank=seat[2], local_size=seat[3],
-                             rendezvous=(self.address, self.port), attempt=self.attempt)
-
-    def _first_seat(self) -> list[int]:
-        return [int(os.environ[f"HOROVOD_{name}"]) for name in SEAT]
+                address, port = self.launch.rendezvous
+                return RankAssignment(generation=self.generation, rank=seat[0], size=seat[1],
+                                      local_rank=seat[2], local_size=seat[3], address=address,
+                                      port=port, attempt=self.attempt)
 
     def _ask_for_seat(self) -> list[int]:
         """Report READY, and wait for a seat as long as Horovod's barrier does.
@@ -95,7 +77,7 @@ class PlainDriver:
         """
         self._changed = False  # before the request: the answer may lack a later notice
         try:
-            answer = self._http("GET", f"rank_and_size/{self.host}:{self.local_rank}")
+            answer = self._http("GET", f"rank_and_size/{self.launch.host}:{self.launch.slot}")
         except OSError as error:
             raise RunOver("failed", f"horovodrun is gone: {error}") from error
         return [int(number) for number in (answer or b"-1").decode().split(",")]
@@ -129,7 +111,7 @@ class PlainDriver:
         return all(self._http("GET", f"admission/{rank}") == expected for rank in range(size))
 
     def _http(self, method: str, path: str, body: bytes | None = None) -> bytes | None:
-        url = f"http://{self.address}:{self.port}/{path}"
+        url = "http://{}:{}/{}".format(*self.launch.rendezvous, path)
         request = urllib.request.Request(url, data=body, method=method, headers=self._headers)
         try:
             with self._opener.open(request) as answer:
@@ -143,60 +125,12 @@ class PlainDriver:
         """Ask to leave at the next step boundary. Takes no lock: a signal handler may call it."""
         self._drains = True
 
-    def drains(self) -> bool:
-        """True when this worker should leave."""
-        return self._drains
-
-    must_hurry = drains
-
-    def wants_change(self) -> bool:
-        """True when Horovod's driver has reported other hosts, or this worker should leave."""
-        return self._changed or self._drains
-
-    def wants_stop(self) -> bool:
-        """Never: a worker notices the death of this driver only at the next change."""
-        return False
-
-    is_broken = is_finished = is_host_leaving = wants_stop
-    counts_idle_generations = compares_arithmetic = takes_machine_faults = wants_stop
-    revives_workers = wants_stop
-
-    def drains_on_sigterm(self) -> bool:
-        """Always: the exit code informs horovodrun."""
-        return True
-
-    def is_writer(self, rank: int, waited_s: float) -> bool:
-        """Return whether the ranks before this one have had a second each."""
-        return waited_s >= rank
-
-    def interface(self) -> str:
-        """None: horovodrun has set it."""
-        return ""
-
-    def note(self, phase: str, step: int) -> None:
-        """Do nothing: Horovod's driver takes no heartbeats."""
+    def wants(self) -> Wants:
+        """Return what Horovod's driver has reported. A worker notices the death of this driver only
+        at the next change."""
+        return Wants(change=self._changed or self._drains, drains=self._drains,
+                     is_urgent=self._drains)
 
     def go_back(self) -> None:
         """Count one more attempt: the run continues from a checkpoint in the same processes."""
         self.attempt += 1
-
-    def fail(self, error: str) -> None:
-        """Do nothing: the vote informs the other workers."""
-
-    def leave(self, why: str, *, is_saved: bool = True) -> None:
-        """Do nothing: all workers leave their loops after the same step."""
-
-    def fail_machine(self, fault: MachineFault) -> None:
-        """Do nothing: Horovod's driver takes every exit for a host's failure."""
-
-    def differ(self) -> None:
-        """Do nothing: the exit code, which follows at once, informs Horovod's driver."""
-
-    def report_last_step(self, step: int) -> None:
-        """Do nothing: Horovod's driver does not count steps."""
-
-    def finish(self, step: int) -> None:
-        """Do nothing: exit code 0 informs Horovod's driver."""
-
-    def revive_soon(self) -> None:
-        """Do nothing: Horovod's driver would take the restart for a death."""

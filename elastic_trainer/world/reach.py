@@ -1,4 +1,4 @@
-"""Which peers a worker reaches: a listening socket for them (the door), and tries to connect.
+"""Which peers a worker reaches: a listening socket for them, and tries to connect.
 
 driver (addresses of the members) → unreachable → heartbeat → driver (which workers get a place)
 
@@ -20,29 +20,29 @@ import psutil
 REACH_S = 2.0
 """The time in which a peer must answer a connection, less than `admit_s`. The kernel repeats a lost
 SYN after 1 s."""
-KNOCKS = 1024
-"""The most connections that wait at a door. Each heartbeat closes all of them: a full queue drops
-a peer's SYN, and a peer that does not connect in REACH_S costs one of the two its place. To close
-1024 connections takes 8 ms."""
+MOST_PROBES = 1024
+"""The most connections that wait at a listener. Each heartbeat closes all of them: a full queue
+drops a peer's SYN, and a peer that does not connect in REACH_S costs one of the two its place. To
+close 1024 connections takes 8 ms."""
 
 
-def open_door(driver: str) -> socket.socket:
+def open_listener(driver: str) -> socket.socket:
     """Return a listening socket on the interface that leads to the driver (host:port).
 
     The kernel answers a peer that connects, so the peer learns that it reaches this worker. Nothing
     is read.
     """
     address = own_address_towards(driver.rpartition(":")[0])
-    door = socket.create_server((address, 0), backlog=KNOCKS)
-    door.setblocking(False)
-    return door
+    listener = socket.create_server((address, 0), backlog=MOST_PROBES)
+    listener.setblocking(False)
+    return listener
 
 
-def answer_door(door: socket.socket) -> None:
-    """Close the connections that wait at a door."""
-    for _ in range(KNOCKS):  # unauthenticated clients may connect faster than this closes
+def close_probes(listener: socket.socket) -> None:
+    """Close the connections that wait at a listener."""
+    for _ in range(MOST_PROBES):  # unauthenticated clients may connect faster than this closes
         try:
-            door.accept()[0].close()
+            listener.accept()[0].close()
         except OSError:  # no more connections, or no more descriptors
             return
 
@@ -74,24 +74,24 @@ def unreachable(peers: Mapping[str, Sequence[Any]], timeout_s: float) -> list[st
     failed, waiting = [], {}
     poll = select.poll()
     for name, (address, port) in peers.items():
-        knock = socket.socket()
-        knock.setblocking(False)
-        code = knock.connect_ex((address, port))
+        probe = socket.socket()
+        probe.setblocking(False)
+        code = probe.connect_ex((address, port))
         if code == errno.EINPROGRESS:
-            waiting[knock.fileno()] = (name, knock)
-            poll.register(knock, select.POLLOUT)
+            waiting[probe.fileno()] = (name, probe)
+            poll.register(probe, select.POLLOUT)
         else:
             failed += [name] * (code not in (0, errno.ECONNREFUSED))
-            knock.close()
+            probe.close()
     deadline = time.monotonic() + timeout_s
     while waiting and (left := deadline - time.monotonic()) > 0:
         for descriptor, _ in poll.poll(1000 * left):
-            name, knock = waiting.pop(descriptor)
+            name, probe = waiting.pop(descriptor)
             poll.unregister(descriptor)
-            code = knock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             failed += [name] * (code not in (0, errno.ECONNREFUSED))
-            knock.close()
-    for name, knock in waiting.values():
+            probe.close()
+    for name, probe in waiting.values():
         failed.append(name)
-        knock.close()
+        probe.close()
     return sorted(failed)

@@ -200,7 +200,7 @@ class Difference:
 
     majority: tuple[int, ...]
     """The ranks that hold equal parts, if they are more than half of all; otherwise none."""
-    odd: tuple[int, ...]
+    outliers: tuple[int, ...]
     """The other ranks."""
     tensors: tuple[str, ...]
     """The names of what differs."""
@@ -215,19 +215,19 @@ def received_of(received: int, ticks: int) -> int:
 
 
 def judge(parts_by_rank: Sequence[Sequence[Part]], received: Sequence[int] = (),
-          odd_receivers: int = 0) -> Difference:
+          outlying_receivers: int = 0) -> Difference:
     """Find the ranks whose parts differ from those of the majority.
 
-    `received` is when each rank has received its state, or -1 (`received_of`); `odd_receivers` is
-    how many receivers have already left because they differed.
+    `received` is when each rank has received its state, or -1 (`received_of`);
+    `outlying_receivers` is how many receivers have already left because they differed.
     """
     found = _by_majority(parts_by_rank)
     at = list(received) or [-1] * len(parts_by_rank)
-    return replace(found, holders=_holders(parts_by_rank, at, found, odd_receivers))
+    return replace(found, holders=_holders(parts_by_rank, at, found, outlying_receivers))
 
 
 def _holders(held: Sequence[Sequence[Part]], at: Sequence[int], found: Difference,
-             odd_receivers: int) -> tuple[int, ...]:
+             outlying_receivers: int) -> tuple[int, ...]:
     """Return the ranks whose state is right, if that of the others was lost in a transfer.
 
     The eldest are the workers that have held their state for the longest time.
@@ -249,8 +249,8 @@ def _holders(held: Sequence[Sequence[Part]], at: Sequence[int], found: Differenc
     right = tuple(rank for rank in eldest if rank in found.majority)
     if not right:
         return tuple(eldest)
-    odd = [tuple(held[rank]) for rank in found.odd if at[rank] > min(at)]
-    return right if len(set(odd)) < len(odd) or (odd and odd_receivers) else ()
+    outliers = [tuple(held[rank]) for rank in found.outliers if at[rank] > min(at)]
+    return right if len(set(outliers)) < len(outliers) or (outliers and outlying_receivers) else ()
 
 
 def _by_majority(parts_by_rank: Sequence[Sequence[Part]]) -> Difference:
@@ -258,10 +258,10 @@ def _by_majority(parts_by_rank: Sequence[Sequence[Part]]) -> Difference:
     common, count = Counter(held).most_common(1)[0]
     has_majority = 2 * count > len(held)
     majority = tuple(rank for rank, parts in enumerate(held) if has_majority and parts == common)
-    odd = tuple(rank for rank in range(len(held)) if rank not in majority)
+    outliers = tuple(rank for rank in range(len(held)) if rank not in majority)
     names = dict.fromkeys(name for parts in held
                           for name, value in sorted(set(parts) ^ set(common)))
-    return Difference(majority, odd, tuple(names))
+    return Difference(majority, outliers, tuple(names))
 
 
 def fingerprint(value: Any) -> int:

@@ -61,7 +61,7 @@ def _uncaught() -> str:
     standard library; of others the name of the type.
 
     Source: Itanium C++ ABI, 2.9.4 (the second pointer of a type_info is its name) and 2.5.2 (`what`
-    is the third virtual function of a std::exception, behind two destructors); the calling
+    is the third virtual function of a std::exception, after two destructors); the calling
     convention of x86-64 for what `current_exception` returns.
     """
     runtime, thrown = ctypes.CDLL("libstdc++.so.6"), ctypes.c_void_p()

@@ -1,6 +1,6 @@
 """A standby's own side: it waits for its place and becomes the worker that has it.
 
-keeper → place (environment, output) → here → train()
+monitor → place (environment, output) → here → train()
 
 The output before the place is printed when the place comes. Variables that the script or its
 wrapper has set stay set, and so does a file into which the script has redirected its output.
@@ -23,7 +23,7 @@ from elastic_trainer.state.configuration import RUN, taken
 from elastic_trainer.state.configuration import VARIABLE as VARIABLE_OF_CONFIGURATION
 
 VARIABLE = "ELASTIC_TRAINER_STANDBY"
-"""Keeper's descriptor, time of the start (ns), and padding: NAME_BYTES in all."""
+"""Monitor's descriptor, time of the start (ns), and padding: NAME_BYTES in all."""
 NAME_BYTES = 4608
 """Room for a worker's name and its run's folder in a standby's first environment, where
 /proc/PID/environ shows them. A path has at most 4096 bytes (PATH_MAX)."""
@@ -47,30 +47,30 @@ def wait_for_place() -> dict[str, float]:
     """
     if not is_standby():
         return {}
-    number_of_keeper, began_ns, _ = os.environ.pop(VARIABLE).split(",")
-    keeper = socket.socket(fileno=int(number_of_keeper))
-    keeper.set_inheritable(False)
+    number_of_monitor, began_ns, _ = os.environ.pop(VARIABLE).split(",")
+    monitor = socket.socket(fileno=int(number_of_monitor))
+    monitor.set_inheritable(False)
     sys.stdout.flush()
     sys.stderr.flush()
     since = time.monotonic()
     loaded = stamps(own_files())
-    keeper.send(b"waiting")
-    _, descriptors, _, _ = socket.recv_fds(keeper, 64, 6)
+    monitor.send(b"waiting")
+    _, descriptors, _, _ = socket.recv_fds(monitor, 64, 6)
     if not descriptors:
-        os._exit(EXIT_LEFT)  # the keeper has ended
+        os._exit(EXIT_LEFT)  # the monitor has ended
     roots = (os.getcwd(), *filter(None, sys.path))
     if changed := changed_files(loaded, stamps(loaded), int(began_ns), roots):
-        keeper.send(", ".join(changed).encode()[:REASON_BYTES])
+        monitor.send(", ".join(changed).encode()[:REASON_BYTES])
         os._exit(EXIT_LEFT)
     if reads_otherwise(read_environment(descriptors[-2]), os.environ,
                        read_environment(descriptors[0])):
-        keeper.send(b"the run has another configuration")
+        monitor.send(b"the run has another configuration")
         os._exit(EXIT_LEFT)
     _take_place(descriptors)
-    keeper.send(b"here")
-    if keeper.recv(64) != b"go":
+    monitor.send(b"here")
+    if monitor.recv(64) != b"go":
         os._exit(EXIT_LEFT)  # the shim did not wait: the command itself runs in this place
-    keeper.close()
+    monitor.close()
     write_name(os.environ)
     return {"waited_s": round(time.monotonic() - since, 3)}
 
@@ -93,9 +93,9 @@ def _take_place(descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     given = os.stat(os.devnull), os.fstat(printed), os.fstat(printed)
-    for number, (of_place, of_keeper) in enumerate(zip(places, given, strict=True)):
+    for number, (of_place, of_monitor) in enumerate(zip(places, given, strict=True)):
         with suppress(OSError):  # a script has closed it
-            if os.path.samestat(os.fstat(number), of_keeper):  # else a script has redirected it
+            if os.path.samestat(os.fstat(number), of_monitor):  # else a script has redirected it
                 os.dup2(of_place, number)
     for descriptor in descriptors:
         os.close(descriptor)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -32,23 +31,13 @@ from elastic_trainer.state.layout import (
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.replicas import Part, checksum
+from elastic_trainer.world.vote import Peers
 
 TRANSFER_BYTES = 16 << 20
 """The bytes of state that each newcomer receives in one collective. Their memory is reused."""
 
 Reader = Callable[[int, int], Iterable[torch.Tensor]]
 """Returns the bytes [low, high) in pieces."""
-
-
-class Peers(Protocol):
-    """What a transfer needs of the world."""
-
-    rank: int
-    size: int
-
-    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
-    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor: ...
-    def gather_texts(self, text: str) -> list[str]: ...
 
 
 class Transfer:
@@ -141,7 +130,7 @@ def _shares(start: int, stop: int, givers: Sequence[int]) -> dict[int, tuple[int
 
 
 def _sealed_copies(parts: Iterable[torch.Tensor], length: int, count: int) -> torch.Tensor:
-    """Return `count` copies of a piece with its CRC-32 behind it, one behind the other.
+    """Return `count` copies of a piece with its CRC-32 after it, one after the other.
 
     One copy, into memory that is new: all others wait for it.
     """

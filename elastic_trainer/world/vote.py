@@ -18,11 +18,13 @@ from typing import Any, Protocol
 
 import torch
 
+from elastic_trainer.world.place import Wants
 from elastic_trainer.world.replicas import are_same, summands
 
 
-class Voters(Protocol):
-    """What a vote needs of the world."""
+class Peers(Protocol):
+    """What the agreements of a world need of it (collectives.World): the vote, the comparisons of
+    its members, and the transfer."""
 
     rank: int
     size: int
@@ -30,20 +32,8 @@ class Voters(Protocol):
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any: ...
     def wait(self, handle: Any) -> torch.Tensor: ...
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What a worker's driver wants."""
-
-    change: bool = False
-    """The world should change after this step, without a further wait."""
-    change_soon: bool = False
-    """The world should change, after this step or soon."""
-    stop: bool = False
-    """The attempt should stop after this step, with a checkpoint."""
-    drains: bool = False
-    """This worker should leave."""
+    def alltoall(self, tensor: torch.Tensor, splits: list[int], name: str) -> torch.Tensor: ...
+    def gather_texts(self, text: str) -> list[str]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +70,18 @@ class Ballot:
     modes: int = 0
     """The checksum of the modes (train or eval) with which the step began."""
     checkpoint: CheckpointBallot = CheckpointBallot()
-    wishes: Wishes = Wishes()
+    wants: Wants = Wants()
+    change_waits: bool = False
+    """A change of the world waits for the checkpoint in flight."""
 
     def encode(self, rank: int) -> list[int]:
         """Return the integers that are summed over all workers."""
-        mine, wishes = self.checkpoint, self.wishes
+        mine, wants = self.checkpoint, self.wants
+        changes_now = wants.change and not self.change_waits
         known = mine.newest_step + 1 if rank == 0 else 0
-        return [1, self.samples, self.digest, wishes.change, wishes.stop, self.has_failed,
+        return [1, self.samples, self.digest, changes_now, wants.stop, self.has_failed,
                 mine.is_uploaded, mine.has_failed, mine.is_wanted, known,
-                wishes.drains, wishes.change_soon, self.clock_ms if rank == 0 else 0,
+                wants.drains, wants.change, self.clock_ms if rank == 0 else 0,
                 self.finishes, *summands(self.checksum), *summands(self.modes)]
 
 
@@ -149,7 +142,7 @@ class Outcome:
             modes_differ=not are_same(checksums[4:], size), failed_rank=failed_rank)
 
 
-def outcome_of(world: Voters, step: int, ballot: Ballot) -> Outcome:
+def outcome_of(world: Peers, step: int, ballot: Ballot) -> Outcome:
     """Vote; all workers call it. Network: one allreduce of 22 integers."""
     sums = torch.tensor(ballot.encode(world.rank), dtype=torch.int64)
     if world.size > 1:

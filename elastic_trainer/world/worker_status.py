@@ -1,6 +1,6 @@
-"""Each worker's standing when a generation begins, and what follows from all standings.
+"""Each worker's status when a generation begins, and what follows from all statuses.
 
-each member's Standing → one allgather → here → restore, roll forward, transfer
+each member's WorkerStatus → one allgather → here → restore, roll forward, transfer
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from elastic_trainer.world.arithmetic import Arithmetic
 from elastic_trainer.world.pauses import Survivor
 
 
-class Standing(NamedTuple):
+class WorkerStatus(NamedTuple):
     """What a worker has done when a generation begins."""
 
     committed: int
@@ -20,15 +20,15 @@ class Standing(NamedTuple):
     begun: int
     has_state: bool
     last_vote: tuple[int, ...]
-    """The totals of the last vote that passed on this worker: samples, digest, clock, wishes to
-    finish."""
+    """The totals of the last vote that passed on this worker: samples, digest, clock, requests
+    to finish."""
     paused_ms: int
     """The time since it trained last."""
     arithmetic: Arithmetic | None = None
     """How it computes, without the facts."""
     pause: Survivor = Survivor(0, 0, 0)
     owes: bool = False
-    """True if the user's code has not ended behind its last finished step."""
+    """True if the user's code has not ended after its last finished step."""
 
     def encode(self) -> list[int]:
         """Return it as integers."""
@@ -37,37 +37,37 @@ class Standing(NamedTuple):
                 own.program, own.inputs, own.result, *self.pause, self.owes]
 
     @staticmethod
-    def decode(numbers: Sequence[int]) -> Standing:
+    def decode(numbers: Sequence[int]) -> WorkerStatus:
         """Read the integers of `encode`."""
         committed, begun, has_state, samples, digest, clock_ms, finishes, paused_ms, *more = numbers
         program, inputs, result, *pause, owes = more
-        return Standing(committed, begun, bool(has_state),
+        return WorkerStatus(committed, begun, bool(has_state),
                         (samples, digest, clock_ms, finishes), paused_ms,
                         Arithmetic(program, inputs, result), Survivor(*pause), bool(owes))
 
 
-def has_state(standings: Sequence[Standing]) -> bool:
+def has_state(statuses: Sequence[WorkerStatus]) -> bool:
     """True if a member has the run's values."""
-    return any(standing.has_state for standing in standings)
+    return any(one.has_state for one in statuses)
 
 
-def givers(standings: Sequence[Standing]) -> list[int]:
+def givers(statuses: Sequence[WorkerStatus]) -> list[int]:
     """Return the ranks of the members that have the run's values."""
-    return [rank for rank, standing in enumerate(standings) if standing.has_state]
+    return [rank for rank, one in enumerate(statuses) if one.has_state]
 
 
-def newest(standings: Sequence[Standing]) -> tuple[int, tuple[int, ...]]:
+def newest(statuses: Sequence[WorkerStatus]) -> tuple[int, tuple[int, ...]]:
     """Return the ticks and the last vote of the member that has finished most."""
-    return max((s.committed, s.last_vote) for s in standings if s.has_state)
+    return max((s.committed, s.last_vote) for s in statuses if s.has_state)
 
 
-def is_owed(standings: Sequence[Standing]) -> bool:
-    """True if the user's code of a member has not ended behind the last step that is finished."""
-    step, _ = newest(standings)
-    return any(s.has_state and (s.owes or s.committed < step) for s in standings)
+def is_owed(statuses: Sequence[WorkerStatus]) -> bool:
+    """True if the user's code of a member has not ended after the last step that is finished."""
+    step, _ = newest(statuses)
+    return any(s.has_state and (s.owes or s.committed < step) for s in statuses)
 
 
-def was_begun(standings: Sequence[Standing]) -> bool:
+def was_begun(statuses: Sequence[WorkerStatus]) -> bool:
     """True if a member had begun a step that no member has finished."""
-    step, _ = newest(standings)
-    return any(s.has_state and s.begun > step for s in standings)
+    step, _ = newest(statuses)
+    return any(s.has_state and s.begun > step for s in statuses)

@@ -55,7 +55,7 @@ class Simulated:
         self.session = Session()
         self.message: dict[str, Any] = {
             "phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
-            "drains": False, "step": 0, "door": 1, "unreachable": []
+            "drains": False, "step": 0, "probe_port": 1, "unreachable": []
         }
         self.trains = asyncio.Event()
         self.lateness_s: list[float] = []

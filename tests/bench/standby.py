@@ -5,7 +5,7 @@
 Four workers train on all cores. In each round: steps with no standby, steps while one boots, steps
 while it waits; then it is ended, and in the end there are steps with none again. Ratios are of
 medians over all steps: to the extent that a machine's pace drifts, those with none are on both
-sides of the others. Memory is the standby's and its keeper's together: resident, and the part that
+sides of the others. Memory is the standby's and its monitor's together: resident, and the part that
 no other process shares (what the host would have without it).
 
 Last line: one JSON object with standby_memory_mb, standby_own_memory_mb, boot_s, booting_ratio,
@@ -81,9 +81,10 @@ def main() -> None:
                 measure("booting", since, booted["time"])
                 boots.append(booted["boot_s"])
                 measure("waiting", *let_pass(options.steps))
-                keeper = booted["pid"]
-                standby = int(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()[0])
-                both = [memory_mb(pid) for pid in (keeper, standby)]
+                monitor = booted["pid"]
+                children = Path(f"/proc/{monitor}/task/{monitor}/children").read_text()
+                standby = int(children.split()[0])
+                both = [memory_mb(pid) for pid in (monitor, standby)]
                 resident.append(sum(mb for mb, _ in both))
                 own.append(sum(mb for _, mb in both))
             finally:

@@ -42,7 +42,7 @@ import long_run  # noqa: E402
 from cluster import Cluster  # noqa: E402
 from folds import host_seconds  # noqa: E402
 
-from elastic_trainer.driver.now import NowFile  # noqa: E402
+from elastic_trainer.driver.progress import NowFile  # noqa: E402
 from elastic_trainer.driver.roster import Phase, Roster  # noqa: E402
 from elastic_trainer.events.log import Events, read_events  # noqa: E402
 from elastic_trainer.events.summary import summarize_log  # noqa: E402

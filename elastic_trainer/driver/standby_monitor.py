@@ -1,16 +1,16 @@
-"""The keeper: the parent process of one standby.
+"""The monitor: the parent process of one standby.
 
-service → here (one process per standby) → standby (worker.py) ← (place) ← shim ← driver
+pool → here (one process per standby) → standby (worker.py) ← (place) ← shim ← driver
 
     booting → waiting → taken → ended
 
 What always holds:
 1. A standby is used once, by the same command in the same folder with the same user's variables and
-   the same text of its modules. The keeper refuses any other shim, which then runs the command
+   the same text of its modules. The monitor refuses any other shim, which then runs the command
    itself.
-2. When the shim dies, the keeper kills the worker, also a frozen one. When a keeper dies, the
+2. When the shim dies, the monitor kills the worker, also a frozen one. When a monitor dies, the
    kernel ends its own worker with all its processes, also behind a wrapper script, and no other.
-   When the service dies, its standbys without a place end, and no worker does.
+   When the pool dies, its standbys without a place end, and no worker does.
 3. The output of a standby before its place is printed when it gets one. The output of a wrapper
    script itself follows within FORWARD_S.
 4. A booting standby takes the share of one core that other processes leave idle, and at least a
@@ -28,7 +28,7 @@ stays on that GPU.
 
 What it does not do: limit memory. A standby takes the memory of a worker before its first step and,
 on CPUs, that of the step, up to a sixteenth of the free memory (the rehearsal). Nor does it notice
-a replaced library (site-packages) or data file: restart the service then.
+a replaced library (site-packages) or data file: restart `elastic-trainer standby` then.
 
 Source: prctl(2) and fcntl(2) (F_SETOWN, F_SETSIG) of man-pages 6; unix(7) for SOCK_SEQPACKET and
 SCM_RIGHTS.
@@ -55,8 +55,8 @@ import psutil
 
 from elastic_trainer.config import ALLOCATOR, HASH_SEED
 from elastic_trainer.driver.standby_shim import command_name
-from elastic_trainer.host.crash import FAULTHANDLER
 from elastic_trainer.host.parent import end_with_parent
+from elastic_trainer.host.stacks import FAULTHANDLER
 from elastic_trainer.host.standbys import socket_of
 from elastic_trainer.world.standby import (
     NAME_BYTES,
@@ -112,11 +112,11 @@ class BootFailed(RuntimeError):
     """A standby has ended, or was ended, before a shim took it."""
 
 
-class Keeper:
-    """The parent of one standby, in a process of its own. It reports to `service`."""
+class Monitor:
+    """The parent of one standby, in a process of its own. It reports to `pool`."""
 
-    def __init__(self, command: list[str], folder: Path, service: socket.socket, boot_s: float):
-        self.command, self.service, self.boot_s = command, service, boot_s
+    def __init__(self, command: list[str], folder: Path, pool: socket.socket, boot_s: float):
+        self.command, self.pool, self.boot_s = command, pool, boot_s
         self.path = socket_of(folder, command_name(command, os.getcwd()), os.getpid())
         self.printed: IO[bytes] = tempfile.TemporaryFile()
         self.worker, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -132,7 +132,7 @@ class Keeper:
             self.process = subprocess.Popen(
                 command, env=env, pass_fds=[theirs.fileno(), life], stdin=subprocess.DEVNULL,
                 stdout=self.printed, stderr=subprocess.STDOUT, start_new_session=True,
-                preexec_fn=lambda: _die_with_keeper(life))  # noqa: PLW1509 (no threads here)
+                preexec_fn=lambda: _die_with_monitor(life))  # noqa: PLW1509 (no threads here)
         os.close(life)
         self.end_of_process = os.pidfd_open(self.process.pid)
         self.stdout, self.forwarded = -1, 0
@@ -149,7 +149,7 @@ class Keeper:
             return 1
         finally:
             self.path.unlink(missing_ok=True)
-        if shim is None:  # the service has ended, so no shim will come
+        if shim is None:  # the pool has ended, so no shim will come
             self._kill()
             return 0
         self._report("taken")
@@ -157,8 +157,8 @@ class Keeper:
         return 0
 
     def _report(self, what: str) -> None:
-        with suppress(OSError):  # the service has ended
-            self.service.send(what.encode()[:REASON_BYTES * 2])
+        with suppress(OSError):  # the pool has ended
+            self.pool.send(what.encode()[:REASON_BYTES * 2])
 
     # --- booting and waiting --------------------------------------------------------------------
 
@@ -168,13 +168,13 @@ class Keeper:
         while True:
             self._signal(signal.SIGSTOP)
             before = core_seconds()
-            ready = self._ready(TURN_S * (1 - share), self.worker, self.service)
+            ready = self._ready(TURN_S * (1 - share), self.worker, self.pool)
             idle = min(MOST, max(LEAST, idle_cores(before, core_seconds())))
             share += 0.2 * (idle - share)
             self._signal(signal.SIGCONT)
-            ready |= self._ready(TURN_S * share, self.worker, self.service)
-            if self.service in ready:
-                raise BootFailed("the service has ended")
+            ready |= self._ready(TURN_S * share, self.worker, self.pool)
+            if self.pool in ready:
+                raise BootFailed("the pool has ended")
             if self.worker in ready:
                 if self.worker.recv(64) != b"waiting":
                     raise BootFailed(self._how_it_ended())
@@ -188,19 +188,19 @@ class Keeper:
     def _wait(self) -> socket.socket | None:
         """Wait for a shim that may have this standby, and hand it over.
 
-        Returns None when the service has ended. Raises BootFailed.
+        Returns None when the pool has ended. Raises BootFailed.
         """
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             new = self.path.with_suffix(".new")
             listener.bind(str(new))
             listener.listen(8)
-            new.rename(self.path)  # a shim takes a refused connection for a dead keeper
+            new.rename(self.path)  # a shim takes a refused connection for a dead monitor
             self._report("waiting")
             while True:
-                ready = self._ready(None, listener, self.service)
+                ready = self._ready(None, listener, self.pool)
                 if self.end_of_process in ready:
                     raise BootFailed(self._how_it_ended())
-                if self.service in ready:
+                if self.pool in ready:
                     return None
                 shim, _ = listener.accept()
                 if self._hand_over(shim):
@@ -291,7 +291,7 @@ class Keeper:
         """Forward the output from before the place and, of a wrapper script, since then.
 
         Returns False if the reader has no room for the rest yet. One write has at most PIPE_BUF
-        bytes, which fit any pipe that has room at all: a slow reader must not keep the keeper from
+        bytes, which fit any pipe that has room at all: a slow reader must not keep the monitor from
         noticing the shim's end.
         """
         file = self.printed.fileno()
@@ -333,8 +333,8 @@ class Keeper:
         return f"{how}: {output.strip()}"
 
 
-def _die_with_keeper(life: int) -> None:
-    """Let the kernel end the standby when its keeper is killed.
+def _die_with_monitor(life: int) -> None:
+    """Let the kernel end the standby when its monitor is killed.
 
     Its signal does not reach the children of a wrapper script. They are signalled by the end of a
     pipe: that signal goes to the process group while one process in it holds the pipe.

@@ -1,15 +1,19 @@
-"""What each worker does right now, as a small file beside the event log: now.json.
+"""How far the run has come, and what each worker does now: what the driver logs and shows.
 
-roster (heartbeats) → here → now.json → observe/now → watch
+heartbeats → membership → here → event driver.step_reached → past.py, supervisor
+                            └→ now.json beside the event log → events/now → watch
 
 What always holds:
-1. The file costs the training nothing. A thread of its own writes it, and has the driver's lock
+1. A single worker with a false report can claim neither progress nor a checkpoint. Claimed progress
+   would allow attempts without a limit, and a claimed checkpoint that does not exist would keep
+   every later attempt from starting. In a world of 3 or more it cannot hide progress either.
+2. now.json costs the training nothing. A thread of its own writes it, and has the driver's lock
    only while it copies a few fields of each worker. A full disk or a slow one delays that thread.
-2. The file is replaced whole, at most once in EVERY_S, and only if a view would show something
-   else, or ALIVE_S after the last time. Its own time tells a reader that the driver lives.
-3. If it cannot be written, stderr has one line, until it can be written again.
+3. It is replaced whole, at most once in EVERY_S, and only if a view would show something else, or
+   ALIVE_S after the last time. Its own time tells a reader that the driver lives. If it cannot be
+   written, stderr has one line, until it can be written again.
 
-Why no event: a heartbeat a second of each worker would be most of the event log.
+Why now.json is no event: a heartbeat a second of each worker would be most of the event log.
 """
 
 from __future__ import annotations
@@ -18,15 +22,58 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from elastic_trainer.driver.roster import Roster, Worker
 from elastic_trainer.events.now import NOW_FILE
-from elastic_trainer.host.modes import write_text
+from elastic_trainer.host.modes import replace_whole
 from elastic_trainer.wire.plain import plain
+
+LOG_EVERY_S = 10.0
+"""The interval of the events. A driver that is killed loses at most this much progress in the log.
+A day has 8,640 such lines."""
+
+
+def of_most(numbers: Iterable[int]) -> int:
+    """Return the largest number that more than half of them have reached; there is at least one."""
+    ordered = sorted(numbers)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+class Reached:
+    """The steps and the checkpoint of this attempt, and when to log them.
+
+    They are logged at once with the attempt's first step, and when the run comes further than
+    ever. Otherwise they are logged at most every LOG_EVERY_S, and at the end. `steps` and
+    `checkpoint` are of the attempts before.
+    """
+
+    def __init__(self, steps: int, checkpoint: int):
+        self.steps = self.checkpoint = 0
+        self._ever = steps, checkpoint
+        self._logged, self._logged_at = (0, 0), 0.0
+
+    def receive(self, steps: int, checkpoint: int) -> None:
+        """Take what most living members report."""
+        self.steps = max(self.steps, steps)
+        self.checkpoint = max(self.checkpoint, min(checkpoint, self.steps))
+
+    def news(self, now: float, *, is_last: bool = False) -> dict[str, int] | None:
+        """Return what is to be logged now, if anything is; it counts as logged then."""
+        logged, reached = self._logged, (self.steps, self.checkpoint)
+        if reached == logged:
+            return None
+        passes_ever = any(old <= ever < new
+                          for old, ever, new in zip(logged, self._ever, reached, strict=True))
+        is_due = now - self._logged_at >= LOG_EVERY_S
+        if not (not logged[0] or passes_ever or is_last or is_due):
+            return None
+        self._logged, self._logged_at = reached, now
+        return {"steps": self.steps, "checkpoint": self.checkpoint}
+
 
 EVERY_S = 1.0
 ALIVE_S = 5.0
@@ -87,10 +134,8 @@ class NowFile:
             now = now_of(self.roster, time.monotonic(), time.time())
         if not is_due(self._written, now):
             return
-        temporary = self.file.with_name(f".{NOW_FILE}.new")  # there is one driver
         try:
-            write_text(temporary, json.dumps(now) + "\n")
-            temporary.replace(self.file)
+            replace_whole(self.file, json.dumps(now) + "\n")
         except OSError as error:
             self._complain(error)
         else:

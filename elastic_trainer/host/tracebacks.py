@@ -1,8 +1,12 @@
-"""Print an error that all workers have once, with the lines of the user's code.
+"""Errors with the lines of the user's code alone: in this process, and in the output of workers.
 
-workers' stderr → process → here → the driver's output
+ConfigError → `shorten` → Python's excepthook, or the user's
+workers' stderr → driver/process → `Tracebacks` → the driver's output
 
-What always holds:
+Our own frames, and the error of ours that a ConfigError was made from, say nothing about the
+script.
+
+What always holds of the output of workers:
 1. A traceback that another worker has had in the same lines is one line: the exception, and which
    worker's output has the rest. A worker's own errors are never compared with each other.
 2. Frames of ours are left out, unless the error arose in one of them.
@@ -15,9 +19,53 @@ are no traceback here.
 from __future__ import annotations
 
 import re
+import sys
 import threading
+from pathlib import Path
+from types import TracebackType
 
-from elastic_trainer.host.excepthook import is_ours
+OURS = str(Path(__file__).resolve().parent.parent) + "/"
+"""The folder of our package."""
+EXAMPLES = f"{OURS}examples/"
+"""They are written as a user writes."""
+_shortened: set[type[BaseException]] = set()
+
+
+def is_ours(file: str) -> bool:
+    """True for a file of this package, and for code that it has generated."""
+    return file.startswith(OURS) and not file.startswith(EXAMPLES) or file.startswith("<")
+
+
+def frames_of_user(error: BaseException) -> TracebackType | None:
+    """Return an error's traceback without our frames."""
+    kept, found = list[TracebackType](), error.__traceback__
+    while found:
+        if not is_ours(found.tb_frame.f_code.co_filename):
+            kept.append(found)
+        found = found.tb_next
+    following = None
+    for one in reversed(kept):
+        following = TracebackType(following, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    return following
+
+
+def shorten(kind: type[BaseException]) -> None:
+    """Let this process show uncaught errors of a kind so. It can be called again and again."""
+    if kind in _shortened:
+        return
+    _shortened.add(kind)
+    show = sys.excepthook
+
+    def show_users(of: type[BaseException], error: BaseException,
+                   found: TracebackType | None) -> None:
+        if isinstance(error, kind):
+            found = frames_of_user(error)
+            error.__cause__, error.__suppress_context__ = None, True
+            error.__traceback__ = found
+        show(of, error, found)
+
+    sys.excepthook = show_users
+
 
 HEAD = "Traceback (most recent call last):"
 FRAME = re.compile(r'  File "(.*)", line \d+(, in .*)?$')

@@ -1,6 +1,9 @@
-"""Whether only this user can have written a file: what is installed from a cache runs as this user.
+"""Whether a file is of this user alone: what is installed from a cache runs as this user, and other
+users must not enter the folders of locks and standbys.
 
-a kept wheel, its folders → here → a sentence, or none
+a kept wheel, a folder → here → a sentence, or none
+
+driver/standby_shim.py has its own test of a folder: it imports nothing of ours.
 
 Source: as OpenSSH's StrictModes judges a user's files, sshd_config(5).
 """
@@ -14,6 +17,12 @@ import stat
 from pathlib import Path
 
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def is_of(found: os.stat_result, others: int, user: int | None = None) -> bool:
+    """True if a file is a user's, by default this process's, and others have none of these rights
+    in it (0o022: to write in it, 0o077: any)."""
+    return found.st_uid == (os.getuid() if user is None else user) and not found.st_mode & others
 
 
 def why_not_trusted(path: Path) -> str:

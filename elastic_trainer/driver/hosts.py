@@ -1,0 +1,233 @@
+"""The hosts of an attempt: the discovery's list, which of them are this machine, and the driver's
+own address for the others.
+
+discovery script, --network-interfaces → here → driver (local process or ssh; where workers connect)
+
+What always holds:
+1. Unknown is never empty: the question to the discovery script has a timeout, and a bad answer
+   raises. (Horovod replaces a good list by what it can read of a bad one: discovery.py:238-252.)
+2. The order of the hosts is that of the list.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import psutil
+from horovod.runner.elastic.discovery import HostDiscovery, HostDiscoveryScript
+from horovod.runner.util import network
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.events.log import Events
+from elastic_trainer.host.names import HOST_NAME
+from elastic_trainer.world.reach import own_address_towards
+
+DISCOVERY_EVERY_S = 1.0
+DISCOVERY_TIMEOUT_S = 10.0
+FIRST_DISCOVERY_S = 60.0
+"""A discovery without any answer for this long is a mistake in the command."""
+DISCOVERY_FAILS = (ValueError, OSError, subprocess.SubprocessError)
+"""The exceptions of a discovery that does not answer, or whose answer is no list of hosts."""
+
+
+class DiscoveryUnavailable(RuntimeError):
+    """The discovery has not answered once. The next attempt asks again."""
+
+
+class WaitedTooLong(RuntimeError):
+    """The discovery has named no host for as long as an attempt may wait (--elastic-timeout)."""
+
+
+class Discovery:
+    """Asks for the hosts. `settings` are horovodrun's; `had_hosts`: it has named some before.
+
+    A discovery that has named hosts in an earlier attempt works: if it fails now, it is down.
+    """
+
+    def __init__(self, settings: Any, events: Events, had_hosts: bool):
+        self.source: HostDiscovery = settings.discovery
+        self.wait_s: float | None = settings.elastic_timeout
+        self.events, self.had_hosts = events, had_hosts
+        self.failing_since: float | None = None
+
+    def first_hosts(self) -> dict[str, int]:
+        """Wait for the first list that names a host. Raises DiscoveryUnavailable, WaitedTooLong."""
+        started, has_answered = time.monotonic(), False
+        while True:
+            waited_s = time.monotonic() - started
+            try:
+                if hosts := self.hosts_now():
+                    return hosts
+                has_answered = True
+            except DISCOVERY_FAILS as error:
+                works = has_answered or self.had_hosts
+                if not works and waited_s > FIRST_DISCOVERY_S:
+                    raise DiscoveryUnavailable(
+                        f"The discovery has not answered once in {FIRST_DISCOVERY_S:.0f} s "
+                        f"({error}). Run the command of --host-discovery-script by hand, and "
+                        f"correct it.") from error
+            works = has_answered or self.had_hosts
+            if works and self.wait_s is not None and waited_s > self.wait_s:
+                raise WaitedTooLong(
+                    f"The discovery has named no host in {self.wait_s:.0f} s (--elastic-timeout). "
+                    f"`elastic-trainer hosts` shows why. The next attempt asks again.")
+            time.sleep(DISCOVERY_EVERY_S)
+
+    def hosts_now(self) -> dict[str, int]:
+        """Ask once; log the start and the end of an outage. Raises DISCOVERY_FAILS."""
+        try:
+            hosts = self._ask()
+        except DISCOVERY_FAILS as error:
+            if self.failing_since is None:
+                self.failing_since = time.monotonic()
+                self.events.emit("driver.discovery_failed", error=str(error))
+            raise
+        if self.failing_since is not None:
+            failed_s = round(time.monotonic() - self.failing_since, 1)
+            self.events.emit("driver.discovery_recovered", failed_s=failed_s)
+            self.failing_since = None
+        return hosts
+
+    def _ask(self) -> dict[str, int]:
+        if not isinstance(self.source, HostDiscoveryScript):
+            return dict(self.source.find_available_hosts_and_slots())
+        with subprocess.Popen(
+                self.source._discovery_script, shell=True, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                start_new_session=True) as script:
+            try:
+                hosts, complaint = script.communicate(timeout=DISCOVERY_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(script.pid, signal.SIGKILL)  # with the processes that it has started
+                raise
+        if script.returncode != 0:
+            raise ValueError(f"exit code {script.returncode}: {complaint.strip()[-200:]}")
+        return parse_hosts(hosts, self.source._default_slots)
+
+
+def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
+    """Read `host:slots` lines in their order. Raises ValueError on any line that is not one.
+
+    A host's name goes into an ssh command, so it must look like one (RFC 1123), above all at its
+    start.
+    """
+    hosts: dict[str, int] = {}
+    for line in text.splitlines():
+        line = line.strip()
+        if not line:
+            continue
+        host, colon, slots = line.rpartition(":")
+        if not colon:
+            host, slots = line, str(default_slots or 1)
+        is_number = re.fullmatch("[0-9]{1,4}", slots)
+        if not HOST_NAME.fullmatch(host) or not is_number or int(slots) < 1:
+            raise ValueError(f"{line!r} is not host:slots")
+        hosts[host] = int(slots)
+    return hosts
+
+
+LOOKUP_S = 30.0
+"""The time in which the driver looks for a route to any host. After it the attempt ends."""
+LOOKUP_AGAIN_S = 10.0
+"""The interval between two lookups of a name without an address. An alias of ssh never has one."""
+
+
+class HostsUnreachable(RuntimeError):
+    """No host of the list has an address and a route. The next attempt looks again."""
+
+
+def is_own(address: str) -> bool:
+    """True if an address is one of this machine's, or any loopback address."""
+    is_loopback = ipaddress.ip_address(address).is_loopback
+    return is_loopback or address in network.get_local_host_addresses()
+
+
+class Locations:
+    """Which hosts are this machine, looked up before the driver's lock is taken.
+
+    A name server may take seconds to answer. A name without an address is looked up again: one
+    failed lookup must not make this machine a far host for the rest of the attempt.
+    """
+
+    def __init__(self) -> None:
+        self.is_here: dict[str, bool] = {}
+        self._failed_at: dict[str, float] = {}
+        """Host without an address → the time of its newest lookup."""
+
+    def look_up(self, hosts: Iterable[str]) -> None:
+        """Look up the hosts that are not known yet. Network: a name server."""
+        now = time.monotonic()
+        for host in hosts:
+            is_due = self._failed_at.get(host, now) + LOOKUP_AGAIN_S < now
+            if host not in self.is_here or is_due:
+                address = network.resolve_host_address(host)
+                self.is_here[host] = bool(address) and is_own(address)
+                self._failed_at.pop(host, None)
+                if not address:
+                    self._failed_at[host] = now
+
+
+def own_address(settings: Any, hosts: Iterable[str]) -> str:
+    """Return the address at which hosts reach this machine: of --network-interfaces, or by route.
+
+    Raises ConfigError, HostsUnreachable.
+    """
+    nics = list(settings.nics or [])
+    if len(nics) > 1:
+        raise ConfigError(f"--network-interfaces is {','.join(sorted(nics))}. Give the one "
+                          f"interface of this machine that leads to the hosts, e.g. "
+                          f"--network-interfaces eth0.")
+    retrying = Retrying(
+        retry=retry_if_exception_type(HostsUnreachable), stop=stop_after_delay(LOOKUP_S),
+        wait=wait_exponential(multiplier=0.5, max=5.0), reraise=True)
+    return retrying(address_of, nics[0]) if nics else retrying(way_to, hosts)
+
+
+def way_to(hosts: Iterable[str],
+           resolve: Callable[[str], str | None] = network.resolve_host_address) -> str:
+    """Return this machine's address on the route to the first far host that has an address.
+
+    It is 127.0.0.1 if all hosts are this machine. Raises HostsUnreachable if there are other hosts
+    and none has a route.
+    """
+    failed: dict[str, str] = {}
+    for host in hosts:
+        address = resolve(host)
+        if address and is_own(address):
+            continue
+        try:
+            if address:
+                return own_address_towards(address)
+            failed[host] = "its name has no address"
+        except OSError as error:
+            failed[host] = f"no route to {address}: {error.strerror}"
+    if not failed:
+        return "127.0.0.1"
+    first = ", ".join(f"{host} ({why})" for host, why in list(failed.items())[:3])
+    raise HostsUnreachable(
+        f"None of {len(failed)} hosts is reachable from this machine: {first}. The next attempt "
+        f"looks again. If the names are right, give this machine's interface, e.g. "
+        f"--network-interfaces eth0.")
+
+
+def address_of(interface: str) -> str:
+    """Return this machine's address on an interface.
+
+    Raises ConfigError if there is no such interface, and HostsUnreachable if it has no address now.
+    """
+    if interface not in psutil.net_if_addrs():
+        raise ConfigError(f"--network-interfaces is {interface}, which this machine does not have. "
+                          f"Use one of {', '.join(sorted(psutil.net_if_addrs()))}.")
+    try:
+        return str(network.get_driver_ip([interface]))
+    except RuntimeError as error:
+        raise HostsUnreachable(f"The interface {interface} (--network-interfaces) has no IPv4 "
+                               f"address now. The next attempt looks again.") from error
