@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -128,6 +128,13 @@ class Fleet:
         for rank, worker in enumerate(self.workers):
             worker.collect(texts, self.states[rank].lineage, publish=rank == 0)
             worker.wait()
+
+
+@pytest.fixture(autouse=True)
+def whole_again() -> Iterator[None]:
+    """End the faults of a test."""
+    yield
+    ManyFaults.failing = set()
 
 
 def hang_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -472,7 +479,7 @@ def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path,
 
 @pytest.mark.parametrize("readers", [1, 2])
 def test_no_worker_has_values_when_the_damaged_ones_could_not_be_dropped(
-        tmp_path: Path, readers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path: Path, readers: int) -> None:
     """The store fails in between. The workers restore once more, and publish in their own
     lineage."""
     fleet = Fleet(tmp_path)
@@ -493,7 +500,7 @@ def test_no_worker_has_values_when_the_damaged_ones_could_not_be_dropped(
     reader = Fleet(tmp_path, readers, steps=0, store=NoSecondTakeover)
     assert isinstance(reader.restore()[0], StoreUnavailable)
     assert {(state.committed, state.lineage) for state in reader.states} == {(0, 0)}
-    monkeypatch.setattr(NoSecondTakeover, "is_failing", False)
+    NoSecondTakeover.is_failing = False
     assert reader.restore() == [4] * readers
     reader.train()
     reader.checkpoint()
@@ -556,16 +563,15 @@ class ManyFaults(FolderStore):
 
 
 @pytest.mark.parametrize("where", ["put", "record", "lost answer"])
-def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str) -> None:
     """The failure is logged and raises nothing. The next checkpoint is published."""
     fleet = Fleet(tmp_path, 2, store=ManyFaults)
     fleet.restore()
-    monkeypatch.setattr(ManyFaults, "failing", {where})
+    ManyFaults.failing = {where}
     fleet.checkpoint()
     assert fleet.events.facts("state.checkpoint_failed")
     assert fleet.workers[0].known.failures > 0 and not fleet.workers[0].known.reusable()
-    monkeypatch.setattr(ManyFaults, "failing", set())
+    ManyFaults.failing = set()
     fleet.train()
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
@@ -576,18 +582,17 @@ def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str,
     assert Fleet(tmp_path, 2, steps=0).restore() == [4, 4]
 
 
-def test_an_older_one_is_never_taken_because_the_store_was_slow(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_one_is_never_taken_because_the_store_was_slow(tmp_path: Path) -> None:
     """A store that does not answer is no damage: the restore fails, and is tried again."""
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.checkpoint()
     fleet.train()
     fleet.checkpoint()
-    monkeypatch.setattr(ManyFaults, "failing", {"get"})
+    ManyFaults.failing = {"get"}
     reader = Fleet(tmp_path, steps=0, store=ManyFaults)
     assert isinstance(reader.restore()[0], StoreUnavailable)
-    monkeypatch.setattr(ManyFaults, "failing", set())
+    ManyFaults.failing = set()
     assert reader.restore() == [4]
 
 
@@ -598,12 +603,12 @@ def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(
     fleet = Fleet(tmp_path)
     fleet.restore()
     fleet.checkpoint()
-    monkeypatch.setattr(ManyFaults, "failing", {"refuse"})
+    ManyFaults.failing = {"refuse"}
     reader = Fleet(tmp_path, steps=0, store=ManyFaults)
     assert isinstance(reader.restore()[0], StoreRefused)
     assert not reader.events
     monkeypatch.setattr("elastic_trainer.state.restore.time.sleep",
-                        lambda s: monkeypatch.setattr(ManyFaults, "failing", set()))
+                        lambda s: ManyFaults.failing = set())
     assert reader.restore(insist=True) == [3]
     assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
 
@@ -635,13 +640,12 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(
         assert reader.restore() == [3, 3, 3]
 
 
-def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(tmp_path: Path) -> None:
     """No permission to delete is not a failed checkpoint, and the next one is not due at once."""
     fleet = Fleet(tmp_path, 1, Plan(part_bytes=100, keep_last=1), store=ManyFaults)
     fleet.restore()
     fleet.checkpoint()
-    monkeypatch.setattr(ManyFaults, "failing", {"delete"})
+    ManyFaults.failing = {"delete"}
     fleet.train()
     fleet.checkpoint()
     assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4]
@@ -678,7 +682,7 @@ class Slow(FolderStore):
 def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time begins anew with each part that was uploaded, for a state of any size."""
-    monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
+    Slow.turns = threading.Semaphore(0)
     hang_after(monkeypatch, 30.0)
     fleet = Fleet(tmp_path, store=Slow)
     fleet.restore()
@@ -707,11 +711,10 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(
     Slow.turns.release(1000)
 
 
-def test_a_share_that_does_not_move_is_logged_once(tmp_path: Path,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_that_does_not_move_is_logged_once(tmp_path: Path) -> None:
     """This is long before it is given up. The event names the host that does not reach the store
     while it can still be mended."""
-    monkeypatch.setattr(Slow, "turns", threading.Semaphore(0), raising=False)
+    Slow.turns = threading.Semaphore(0)
     fleet = Fleet(tmp_path, store=Slow)
     fleet.restore()
     (worker,), (state,) = fleet.workers, fleet.states
@@ -1197,10 +1200,9 @@ def test_a_record_that_vanishes_while_read_is_the_worlds_fault(
     assert fleet.workers[0].find_published(fleet.states[0].lineage + 1) == -1
 
 
-def test_a_store_that_may_not_be_deleted_from_is_usable(tmp_path: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_may_not_be_deleted_from_is_usable(tmp_path: Path) -> None:
     """A retention lock, or a policy without s3:DeleteObject."""
-    monkeypatch.setattr(ManyFaults, "failing", {"delete"})
+    ManyFaults.failing = {"delete"}
     prove_put_if_absent(ManyFaults(tmp_path))
 
 

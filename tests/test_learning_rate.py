@@ -14,7 +14,6 @@ from test_loop import NUMBERS, Ears, assert_close, built, in_a_world, job, sgd, 
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule.learning_rate import (
-    constant,
     cosine,
     inverse_root,
     linear_decay,
@@ -48,11 +47,6 @@ def test_the_rate_is_the_middle_when_half_the_fall_is_over():
     assert of_cosine(60) == pytest.approx(0.6) and of_linear(60) == pytest.approx(0.6)
     assert of_linear(35) == pytest.approx(0.8)
     assert of_cosine(35) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
-
-
-def test_the_rate_never_moves_when_constant():
-    """`constant` leaves the base learning rate as it is."""
-    assert [constant()(step) for step in (0, 1, 10**9)] == [1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(

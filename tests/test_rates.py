@@ -26,8 +26,7 @@ from test_same_bits import momentum, tensor_adam
 from torch.optim import lr_scheduler as schedulers
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, pack
-from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.rates import RateChanged
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -51,42 +50,6 @@ def ours(make: Any, build: Callable[[torch.nn.Module], Optimizer], **changes: An
     optimizer = build(model := built())
     trained(model, optimizer, **({"microbatches": 1, "until": "4 epochs",
                                   "lr": make and make(optimizer)} | changes))
-
-
-def received(state: LiveState) -> Any:
-    """Return a state's values as a newcomer gets them."""
-    packed = state.packed()
-    pieces = list(byte_ranges(packed, 0, packed.payload_bytes))
-    return decode(packed.header, torch.cat(pieces))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_newcomer_has_the_schedulers_state_when_it_has_received_the_state(kind: str) -> None:
-    """And goes on with the same rates."""
-    states = []
-    for _ in range(2):
-        model = built()
-        optimizer = momentum(model)
-        states.append(LiveState(model, optimizer, scheduler=KINDS[kind](optimizer)))
-    giver, taker = states
-
-    def step(state: LiveState) -> list[Any]:
-        mse(state.model, [INPUT, TARGET]).backward()
-        state.rates.set(1.0)
-        state.optimizer.step()
-        state.rates.advance(1.0)
-        return [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in state.optimizer.param_groups
-        ]
-
-    for _ in range(5):
-        step(giver)
-    taker.load(received(giver))
-    assert pack(taker.values()).header == pack(giver.values()).header
-    taker.rates.check(5)
-    for _ in range(6):
-        assert step(taker) == step(giver)
 
 
 # --- who may set a rate ------------------------------------------------------------

@@ -176,15 +176,6 @@ def test_microbatches_are_the_batch_when_a_step_is_split(schedule, step):
                for microbatch in range(schedule.microbatches)) == pytest.approx(1)
 
 
-def test_the_last_batch_is_what_is_left_when_the_epoch_does_not_divide():
-    """10 samples in batches of 4 are steps of 4, 4 and 2, in every epoch."""
-    schedule = Schedule(dataset_size=10, global_batch=4, microbatches=3, epochs=2, seed=0)
-    assert schedule.steps == 6
-    assert [schedule.batch_size(step) for step in range(6)] == [4, 4, 2, 4, 4, 2]
-    assert [len(schedule.microbatch_samples(2, microbatch)) for microbatch in range(3)] == [0, 1, 1]
-    assert [schedule.microbatch_weight(2, microbatch) for microbatch in range(3)] == [0.0, 0.5, 0.5]
-
-
 @pytest.mark.parametrize(
     ("dataset_size", "microbatches", "fewest", "sizes"),
     [
@@ -410,20 +401,3 @@ def test_subtrees_are_the_owned_microbatches_when_cut_at_the_trees_nodes(microba
     assert set(parts) <= nodes
     inside = [node for node in nodes if node.start in owned and node[-1] in owned]
     assert all(any(set(node) <= set(part) for part in parts) for node in inside)
-
-
-@pytest.mark.parametrize(
-    ("owned", "microbatches", "parts"),
-    [
-        (range(0, 8), 8, [range(0, 8)]),
-        (range(0, 6), 6, [range(0, 6)]),
-        (range(2, 6), 6, [range(2, 4), range(4, 6)]),
-        (range(3, 6), 8, [range(3, 4), range(4, 6)]),
-        (range(4, 5), 5, [range(4, 5)]),
-        (range(3, 3), 8, []),
-        (range(0, 1), 1, [range(0, 1)]),
-    ],
-)
-def test_subtrees_are_the_largest_when_written_out(owned, microbatches, parts):
-    """The cut of a few ranges, as one would draw it."""
-    assert aligned_subtrees(owned, microbatches) == parts

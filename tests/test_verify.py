@@ -426,25 +426,61 @@ def test_notes_a_run_that_goes_on() -> None:
 # --- what is doctored is caught -------------------------------------------------------------------
 
 
-def drop(events: list[Event], index: int) -> None:
-    del events[index]
+Doctor = Callable[[list[Event]], Any]
 
 
-def drop_a_step(events: list[Event]) -> None:
-    drop(events, step_line(events, 1))
+def changed(name: str, nth: int = 0, changes: dict[str, Any] | None = None, *, by: float = 0,
+            of: str = "", **facts: Any) -> Doctor:
+    """Change the nth event of this name and these facts: some values, or the number `of` `by`."""
+    def doctor(events: list[Event]) -> None:
+        event = events[find(events, name, nth, **facts)]
+        event |= changes or {}
+        if of:
+            event[of] += by
+
+    return doctor
 
 
-def drop_the_last_step(events: list[Event]) -> None:
-    drop(events, step_line(events, 13))
+def step_changed(step: int, nth: int = 0, changes: dict[str, Any] | None = None, *, by: float = 0,
+                 of: str = "") -> Doctor:
+    return changed("worker.step_committed", nth, changes, by=by, of=of, step=step, repeated=None)
 
 
-def drop_the_first_step(events: list[Event]) -> None:
-    drop(events, step_line(events, 0))
+def dropped(*places: tuple[str, dict[str, Any]]) -> Doctor:
+    """Leave events out."""
+    def doctor(events: list[Event]) -> None:
+        for name, facts in places:
+            del events[find(events, name, **facts)]
+
+    return doctor
 
 
-def write_a_step_twice(events: list[Event]) -> None:
-    at = step_line(events, 7)
-    events.insert(at, dict(events[at]))
+def step_dropped(step: int) -> Doctor:
+    return dropped(("worker.step_committed", {"step": step, "repeated": None}))
+
+
+def copied(of: Callable[[list[Event]], int], to: Callable[[int], int] = lambda at: at,
+           **changes: Any) -> Doctor:
+    """Write an event again, with some values changed, in another place."""
+    def doctor(events: list[Event]) -> None:
+        at = of(events)
+        events.insert(to(at), events[at] | changes)
+
+    return doctor
+
+
+def in_all(name: str, attempt: int | None = None, **changes: Any) -> Doctor:
+    """Change all events of a name, or those of one attempt."""
+    def doctor(events: list[Event]) -> None:
+        for event in events:
+            if event["event"] == name and attempt in (None, event["attempt"]):
+                event |= changes
+
+    return doctor
+
+
+def both(*doctors: Doctor) -> Doctor:
+    return lambda events: [doctor(events) for doctor in doctors]
 
 
 def swap_two_steps(events: list[Event]) -> None:
@@ -452,88 +488,32 @@ def swap_two_steps(events: list[Event]) -> None:
     events[one], events[two] = events[two], events[one]
 
 
-def digest_off_by_one(events: list[Event]) -> None:
-    events[step_line(events, 2)]["digest"] += 1
-
-
 def digests_of_two_steps_exchanged(events: list[Event]) -> None:
     one, two = events[step_line(events, 1)], events[step_line(events, 2)]
     one["digest"], two["digest"] = two["digest"], one["digest"]
 
 
-def one_sample_less(events: list[Event]) -> None:
-    events[step_line(events, 2)]["samples"] -= 1
-
-
-def short_last_batch_padded(events: list[Event]) -> None:
-    events[step_line(events, 13)]["samples"] = 8
-
-
 def go_back_silently(events: list[Event]) -> None:
     at = step_line(events, 8)
-    again = [dict(events[step_line(events, step)]) for step in (6, 7, 8)]
-    events[at + 1 : at + 1] = again
+    events[at + 1 : at + 1] = [dict(events[step_line(events, step)]) for step in (6, 7, 8)]
 
 
-def survivors_go_back(events: list[Event]) -> None:
-    start = find(events, "worker.generation_started", generation=2, attempt=1)
-    events[start]["step"] = 3
-    again = dict(events[step_line(events, 3)]) | {"generation": 2, "size": 2}
-    events.insert(step_line(events, 4), again)
-    del events[find(events, "worker.step_committed", repeated=True)]
+def survivors_go_back(source: str) -> Doctor:
+    """Let a generation of the same attempt start at an earlier step."""
+    def doctor(events: list[Event]) -> None:
+        start = find(events, "worker.generation_started", generation=2, attempt=1)
+        events[start] |= {"step": 3, "source": source}
+        events.insert(step_line(events, 4), events[step_line(events, 3)] | {"generation": 2,
+                                                                            "size": 2})
+        del events[find(events, "worker.step_committed", repeated=True)]
 
-
-def checkpoint_restored_within_an_attempt(events: list[Event]) -> None:
-    start = find(events, "worker.generation_started", generation=2, attempt=1)
-    events[start] |= {"step": 3, "source": "checkpoint"}
-    events.insert(step_line(events, 4),
-                  dict(events[step_line(events, 3)]) | {"generation": 2, "size": 2})
-    del events[find(events, "worker.step_committed", repeated=True)]
+    return doctor
 
 
 def two_rank_0_write_at_once(events: list[Event]) -> None:
     for step in (5, 7, 8):
         at = step_line(events, step)
-        events.insert(at + 1, dict(events[at]) | {"loss": events[at]["loss"] + 0.1})
-
-
-def older_generation_writes_after_newer(events: list[Event]) -> None:
-    events[step_line(events, 5)] |= {"generation": 1, "size": 3}
-
-
-def older_attempt_writes_after_newer(events: list[Event]) -> None:
-    at = step_line(events, 9)
-    events.insert(at, dict(events[step_line(events, 8)]))
-
-
-def generation_that_never_started(events: list[Event]) -> None:
-    events[step_line(events, 5)]["generation"] = 3
-
-
-def generation_started_again(events: list[Event]) -> None:
-    events[find(events, "worker.generation_started", generation=2, attempt=2)]["generation"] = 1
-
-
-def driver_forms_an_old_generation(events: list[Event]) -> None:
-    events[find(events, "driver.generation_formed", generation=2, attempt=2)]["generation"] = 1
-
-
-def attempt_started_twice(events: list[Event]) -> None:
-    at = find(events, "attempt.started", attempt=2)
-    events.insert(at, dict(events[at]))
-
-
-def world_of_another_size(events: list[Event]) -> None:
-    events[step_line(events, 5)]["size"] = 3
-
-
-def resumed_where_nothing_was_published(events: list[Event]) -> None:
-    del events[find(events, "state.checkpoint_published", step=6)]
-    del events[find(events, "state.checkpoint_restored", step=6)]
-
-
-def resumed_between_two_checkpoints(events: list[Event]) -> None:
-    events[find(events, "state.checkpoint_published", step=6)]["step"] = 7
+        events.insert(at + 1, events[at] | {"loss": events[at]["loss"] + 0.1})
 
 
 def resumed_from_a_branch_left_behind(events: list[Event]) -> None:
@@ -566,159 +546,120 @@ def started_afresh_although_checkpoints_exist(events: list[Event]) -> None:
     events[:] = story.finish()
 
 
-def strangers_checkpoint(events: list[Event]) -> None:
-    """Another run's checkpoint, without a published line: its steps show other losses."""
-    del events[find(events, "state.checkpoint_published", step=6)]
-    events[step_line(events, 6, nth=1)]["loss"] += 0.25
-
-
-def history_that_begins_in_the_middle(events: list[Event]) -> None:
-    del events[: find(events, "attempt.started", attempt=2)]
-
-
-def no_finish(events: list[Event]) -> None:
-    drop(events, find(events, "run.finished"))
-
-
-def finish_with_fewer_steps(events: list[Event]) -> None:
-    del events[step_line(events, 13)]
-    events[find(events, "run.finished")] |= {"steps": 13, "samples": 98, "loss": loss(12)}
-
-
-def finish_with_other_samples(events: list[Event]) -> None:
-    events[find(events, "run.finished")]["samples"] += 1
-
-
-def finish_with_another_loss(events: list[Event]) -> None:
-    events[find(events, "run.finished")]["loss"] += 0.5
-
-
-def finished_twice_with_other_weights(events: list[Event]) -> None:
-    at = find(events, "run.finished")
-    events.insert(at, dict(events[at]) | {"weights_sha256": "a5a5"})
-
-
-def steps_after_the_finish(events: list[Event]) -> None:
-    events.append(dict(events[step_line(events, 13)]))
-
-
-def loss_edited_in_a_repeat(events: list[Event]) -> None:
-    events[find(events, "worker.step_committed", repeated=True)]["loss"] += 1e-6
-
-
-def digest_edited_in_a_repeat(events: list[Event]) -> None:
-    events[find(events, "worker.step_committed", repeated=True)]["digest"] += 1
-
-
 def repeat_of_an_older_step(events: list[Event]) -> None:
-    at = find(events, "worker.step_committed", repeated=True)
-    events[at] = dict(events[step_line(events, 2)]) | {"generation": 2, "size": 2, "repeated": True}
-
-
-def repeat_by_its_own_generation(events: list[Event]) -> None:
-    at = step_line(events, 7)
-    events.insert(at + 1, dict(events[at]) | {"repeated": True})
-
-
-def seed_changed_between_attempts(events: list[Event]) -> None:
-    events[find(events, "job.described", attempt=2)]["seed"] = 8
-
-
-def batch_changed_between_attempts(events: list[Event]) -> None:
-    for event in events:
-        if event["event"] == "job.described" and event["attempt"] == 2:
-            event["global_batch"] = 16
+    events[find(events, "worker.step_committed", repeated=True)] = events[step_line(
+        events, 2)] | {"generation": 2, "size": 2, "repeated": True}
 
 
 def job_not_described(events: list[Event]) -> None:
-    events[:] = [
-        event for event in events if event["event"] != "job.described" or event["attempt"] == 1
-    ]
+    events[:] = [event for event in events
+                 if event["event"] != "job.described" or event["attempt"] == 1]
 
 
-def job_without_a_schedule(events: list[Event]) -> None:
-    for event in events:
-        if event["event"] == "job.described":
-            event["microbatches"] = 0
+another_seed_trained = in_all("job.described", seed=8)
+REPEATED = {"repeated": True}
+PUBLISHED, RESTORED = "state.checkpoint_published", "state.checkpoint_restored"
+DOCTORED: dict[str, tuple[Doctor, str]] = {
+    "a step dropped": (step_dropped(1), "step 2 comes where step 1 is due"),
+    "the last step dropped": (step_dropped(13),
+                              "14 steps and 100 samples, but its lines count 13 and 98"),
+    "the first step dropped": (step_dropped(0), "step 1 comes where step 0 is due"),
+    "a step written twice": (copied(lambda events: step_line(events, 7)),
+                             "step 7 comes again where 8 is due"),
+    "two steps swapped": (swap_two_steps, "step 2 comes where step 1 is due"),
+    "a digest off by one": (step_changed(2, of="digest", by=1), "step 2 has digest"),
+    "two digests exchanged": (digests_of_two_steps_exchanged, "step 1 has digest"),
+    "one sample less": (step_changed(2, of="samples", by=-1),
+                        "step 2 counted 7 samples, but 8 were due"),
+    "the short last batch padded": (step_changed(13, changes={"samples": 8}),
+                                    "step 13 counted 8 samples, but 2 were due"),
+    "back silently": (go_back_silently, "step 6 comes again where 9 is due"),
+    "survivors go back": (survivors_go_back("memory"), "goes back to step 3 within an attempt"),
+    "restored within an attempt": (survivors_go_back("checkpoint"),
+                                   "goes back to step 3 within an attempt"),
+    "two rank 0 at once": (two_rank_0_write_at_once, "step 5 comes again where 6 is due"),
+    "an older generation after a newer": (
+        step_changed(5, changes={"generation": 1, "size": 3}),
+        "step 5 is of generation 1, but generation 2 started"),
+    "an older attempt after a newer": (
+        lambda events: events.insert(step_line(events, 9), dict(events[step_line(events, 8)])),
+        "worker.step_committed of attempt 1 in attempt 2"),
+    "a generation that never started": (step_changed(5, changes={"generation": 3}),
+                                        "step 5 is of generation 3, which never started"),
+    "a generation started again": (
+        changed("worker.generation_started", changes={"generation": 1}, generation=2, attempt=2),
+        "generation 1 starts after generation 1"),
+    "an old generation formed": (
+        changed("driver.generation_formed", changes={"generation": 1}, generation=2, attempt=2),
+        "the driver formed generation 1 after 1"),
+    "an attempt started twice": (
+        copied(lambda events: find(events, "attempt.started", attempt=2)),
+        "attempt 2 starts after attempt 2"),
+    "a world of another size": (step_changed(5, changes={"size": 3}),
+                                "with 3 workers, which has 2"),
+    "resumed where nothing was published": (
+        dropped((PUBLISHED, {"step": 6}), (RESTORED, {"step": 6})),
+        "starts at step 6, where no checkpoint was published"),
+    "resumed between two checkpoints": (changed(PUBLISHED, changes={"step": 7}, step=6),
+                                        "starts at step 6, where no checkpoint was published"),
+    "resumed from a branch": (resumed_from_a_branch_left_behind,
+                              "starts at step 6, from a branch left behind"),
+    "afresh although there are checkpoints": (
+        started_afresh_although_checkpoints_exist,
+        "starts at step 0, where no checkpoint was published"),
+    # Without a published line, and its steps show other losses.
+    "another run's checkpoint": (
+        both(dropped((PUBLISHED, {"step": 6})), step_changed(6, 1, of="loss", by=0.25)),
+        "since an unpublished checkpoint"),
+    "begun in the middle": (
+        lambda events: events.__delitem__(slice(find(events, "attempt.started", attempt=2))),
+        "starts at step 6, but step 0 never came"),
+    "no finish": (dropped(("run.finished", {})), "ended as finished without a run.finished line"),
+    "a finish with fewer steps": (
+        both(step_dropped(13),
+             changed("run.finished", changes={"steps": 13, "samples": 98, "loss": loss(12)})),
+        "but 14 steps were due"),
+    "a finish with other samples": (changed("run.finished", of="samples", by=1),
+                                    "101 samples, but its lines count 14 and 100"),
+    "a finish with another loss": (changed("run.finished", of="loss", by=0.5), "but its loss"),
+    "finished twice with other weights": (
+        copied(lambda events: find(events, "run.finished"), weights_sha256="a5a5"),
+        "with other weights"),
+    "steps after the finish": (
+        copied(lambda events: step_line(events, 13), lambda at: 10**6),
+        "comes after the run finished"),
+    "a loss edited in a repeat": (
+        changed("worker.step_committed", of="loss", by=1e-6, **REPEATED), "repeated with loss"),
+    "a digest edited in a repeat": (
+        changed("worker.step_committed", of="digest", by=1, **REPEATED), "repeated with digest"),
+    "an older step repeated": (repeat_of_an_older_step,
+                               "step 2 is repeated, but step 3 was the last"),
+    "a repeat by its own generation": (
+        copied(lambda events: step_line(events, 7), lambda at: at + 1, **REPEATED),
+        "is repeated by the generation"),
+    "another seed in an attempt": (changed("job.described", changes={"seed": 8}, attempt=2),
+                                   "the job's seed is 8, but 7"),
+    "another batch in an attempt": (in_all("job.described", 2, global_batch=16),
+                                    "the job's global_batch is 16, but 8"),
+    "the job not described": (job_not_described, "before attempt 2 described its job"),
+    "a job without a schedule": (in_all("job.described", microbatches=0),
+                                 "the job has no schedule"),
+    "another seed trained": (another_seed_trained, "step 0 has digest"),
+    "a committed step done again": (changed("worker.step_redone", changes={"step": 2}),
+                                    "step 2 is done again, but step 4 was in flight"),
+    "more steps than due": (
+        copied(lambda events: step_line(events, 13), lambda at: at + 1, step=14),
+        "step 14 is none of the run's 14 steps"),
+    "a step without a digest": (lambda events: events[step_line(events, 2)].pop("digest"),
+                                "worker.step_committed is malformed"),
+    "an attempt that finished too early": (
+        changed("attempt.ended", changes={"verdict": "finished"}, verdict="failed"),
+        "ended as finished without a run.finished line"),
+}
 
 
-def another_seed_trained(events: list[Event]) -> None:
-    for event in events:
-        if event["event"] == "job.described":
-            event["seed"] = 8
-
-
-def committed_step_done_again(events: list[Event]) -> None:
-    events[find(events, "worker.step_redone")]["step"] = 2
-
-
-def more_steps_than_due(events: list[Event]) -> None:
-    at = step_line(events, 13)
-    events.insert(at + 1, dict(events[at]) | {"step": 14})
-
-
-def step_without_a_digest(events: list[Event]) -> None:
-    del events[step_line(events, 2)]["digest"]
-
-
-def attempt_that_finished_too_early(events: list[Event]) -> None:
-    events[find(events, "attempt.ended", verdict="failed")]["verdict"] = "finished"
-
-
-DOCTORED = [
-    (drop_a_step, "step 2 comes where step 1 is due"),
-    (drop_the_last_step, "14 steps and 100 samples, but its lines count 13 and 98"),
-    (drop_the_first_step, "step 1 comes where step 0 is due"),
-    (write_a_step_twice, "step 7 comes again where 8 is due"),
-    (swap_two_steps, "step 2 comes where step 1 is due"),
-    (digest_off_by_one, "step 2 has digest"),
-    (digests_of_two_steps_exchanged, "step 1 has digest"),
-    (one_sample_less, "step 2 counted 7 samples, but 8 were due"),
-    (short_last_batch_padded, "step 13 counted 8 samples, but 2 were due"),
-    (go_back_silently, "step 6 comes again where 9 is due"),
-    (survivors_go_back, "goes back to step 3 within an attempt"),
-    (checkpoint_restored_within_an_attempt, "goes back to step 3 within an attempt"),
-    (two_rank_0_write_at_once, "step 5 comes again where 6 is due"),
-    (older_generation_writes_after_newer, "step 5 is of generation 1, but generation 2 started"),
-    (older_attempt_writes_after_newer, "worker.step_committed of attempt 1 in attempt 2"),
-    (generation_that_never_started, "step 5 is of generation 3, which never started"),
-    (generation_started_again, "generation 1 starts after generation 1"),
-    (driver_forms_an_old_generation, "the driver formed generation 1 after 1"),
-    (attempt_started_twice, "attempt 2 starts after attempt 2"),
-    (world_of_another_size, "with 3 workers, which has 2"),
-    (resumed_where_nothing_was_published, "starts at step 6, where no checkpoint was published"),
-    (resumed_between_two_checkpoints, "starts at step 6, where no checkpoint was published"),
-    (resumed_from_a_branch_left_behind, "starts at step 6, from a branch left behind"),
-    (started_afresh_although_checkpoints_exist,
-     "starts at step 0, where no checkpoint was published"),
-    (strangers_checkpoint, "since an unpublished checkpoint"),
-    (history_that_begins_in_the_middle, "starts at step 6, but step 0 never came"),
-    (no_finish, "ended as finished without a run.finished line"),
-    (finish_with_fewer_steps, "but 14 steps were due"),
-    (finish_with_other_samples, "101 samples, but its lines count 14 and 100"),
-    (finish_with_another_loss, "but its loss"),
-    (finished_twice_with_other_weights, "with other weights"),
-    (steps_after_the_finish, "comes after the run finished"),
-    (loss_edited_in_a_repeat, "repeated with loss"),
-    (digest_edited_in_a_repeat, "repeated with digest"),
-    (repeat_of_an_older_step, "step 2 is repeated, but step 3 was the last"),
-    (repeat_by_its_own_generation, "is repeated by the generation"),
-    (seed_changed_between_attempts, "the job's seed is 8, but 7"),
-    (batch_changed_between_attempts, "the job's global_batch is 16, but 8"),
-    (job_not_described, "before attempt 2 described its job"),
-    (job_without_a_schedule, "the job has no schedule"),
-    (another_seed_trained, "step 0 has digest"),
-    (committed_step_done_again, "step 2 is done again, but step 4 was in flight"),
-    (more_steps_than_due, "step 14 is none of the run's 14 steps"),
-    (step_without_a_digest, "worker.step_committed is malformed"),
-    (attempt_that_finished_too_early, "ended as finished without a run.finished line"),
-]
-
-
-@pytest.mark.parametrize(("doctor", "sentence"),
-                         DOCTORED,
-                         ids=[doctor.__name__ for doctor, _ in DOCTORED])
-def test_catches_what_is_doctored(doctor: Callable[[list[Event]], None], sentence: str) -> None:
+@pytest.mark.parametrize(("doctor", "sentence"), DOCTORED.values(), ids=DOCTORED)
+def test_catches_what_is_doctored(doctor: Doctor, sentence: str) -> None:
     """What a run must not do is a violation, whose sentence names the line."""
     events = [dict(event) for event in eventful()]
     doctor(events)
