@@ -608,7 +608,7 @@ def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(
     assert isinstance(reader.restore()[0], StoreRefused)
     assert not reader.events
     monkeypatch.setattr("elastic_trainer.state.restore.time.sleep",
-                        lambda s: ManyFaults.failing = set())
+                        lambda s: ManyFaults.failing.clear())
     assert reader.restore(insist=True) == [3]
     assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
 
