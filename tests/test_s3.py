@@ -404,75 +404,55 @@ def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str,
         assert log.read(sequence).nonce == acknowledged[sequence].nonce
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", "a/../../b", "", "."])
-def test_refuses_a_name_when_it_leaves_the_prefix(monkeypatch: pytest.MonkeyPatch,
-                                                  name: str) -> None:
-    """Before any request is made."""
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> S3Store:
+    """A store at an endpoint where nothing answers."""
     for key, value in s3_servers.environment("http://127.0.0.1:1").items():
         monkeypatch.setenv(key, value)
-    store = S3Store("s3://bucket/prefix")
+    return S3Store("s3://bucket/prefix")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", "a/../../b", "", "."])
+def test_refuses_a_name_when_it_leaves_the_prefix(nowhere: S3Store, name: str) -> None:
+    """Before any request is made."""
+    store = nowhere
     act: Callable[[str], Any]
     for act in (store.get, lambda n: store.put(n, b""), lambda n: store.delete([n])):
         with pytest.raises(ValueError, match="no name"):
             act(name)
 
 
-@pytest.mark.parametrize(("code", "is_refused"), [("AccessDenied", True), ("NoSuchBucket", True),
-                                                  ("ExpiredToken", False),
-                                                  ("RequestTimeTooSkewed", False)])
-def test_what_passes_is_no_refusal(monkeypatch: pytest.MonkeyPatch, code: str,
-                                   is_refused: bool) -> None:
-    """A clock is set and credentials are renewed while the run waits, so the run does not end. All
-    errors have a remedy."""
-    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
-        monkeypatch.setenv(key, value)
-    store = S3Store("s3://bucket/prefix")
-
-    def refuse(**_: Any) -> None:
-        raise ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": 403}},
-                          "PutObject")
-
-    monkeypatch.setattr(store._client, "put_object", refuse)
-    with pytest.raises(StoreUnavailable, match=f"{code}. {s3.REMEDIES[code][:20]}") as raised:
-        store.put("parts/a", b"x")
-    assert isinstance(raised.value, StoreRefused) == is_refused and store.retries == 0
-
-
-@pytest.mark.parametrize(("code", "status", "is_refused"),
-                         [("InvalidStorageClass", 400, True),
-                          ("AccessControlListNotSupported", 400, True),
-                          ("KMS.NotFoundException", 400, True), ("BadDigest", 400, False),
-                          ("SlowDown", 503, False)])
-def test_what_no_retry_can_mend_is_refused_with_the_servers_own_error(
-        monkeypatch: pytest.MonkeyPatch, code: str, status: int, is_refused: bool) -> None:
-    """So no run starts, and rents machines, with a store that will never take a checkpoint."""
-    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
-        monkeypatch.setenv(key, value)
+@pytest.mark.parametrize(("code", "status", "is_refused", "retries"), [
+    ("AccessDenied", 403, True, 0), ("NoSuchBucket", 403, True, 0),
+    ("InvalidStorageClass", 400, True, 0), ("AccessControlListNotSupported", 400, True, 0),
+    ("KMS.NotFoundException", 400, True, 0),
+    # A clock is set and credentials are renewed while the run waits.
+    ("ExpiredToken", 403, False, 0), ("RequestTimeTooSkewed", 403, False, 0),
+    ("BadDigest", 400, False, 1), ("SlowDown", 503, False, 1)])
+def test_what_no_retry_can_mend_is_refused_and_what_passes_is_not(
+        nowhere: S3Store, monkeypatch: pytest.MonkeyPatch, code: str, status: int,
+        is_refused: bool, retries: int) -> None:
+    """With a remedy, or with the server's own error: no run starts, and rents machines, with a
+    store that will never take a checkpoint."""
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
-    store = S3Store("s3://bucket/prefix")
 
     def refuse(**_: Any) -> None:
-        raise ClientError(
-            {
-                "Error": {"Code": code, "Message": "It is so"},
-                "ResponseMetadata": {"HTTPStatusCode": status}
-            }, "PutObject")
+        raise ClientError({"Error": {"Code": code, "Message": "It is so"},
+                           "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
 
-    monkeypatch.setattr(store._client, "put_object", refuse)
-    with pytest.raises(StoreUnavailable, match=f"{code}. It is so") as raised:
-        store.put("parts/a", b"x")
-    assert isinstance(raised.value,
-                      StoreRefused) == is_refused and store.retries == int(not is_refused)
+    monkeypatch.setattr(nowhere._client, "put_object", refuse)
+    text = s3.REMEDIES[code][:20] if code in s3.REMEDIES else "It is so"
+    with pytest.raises(StoreUnavailable, match=f"{code}. {text}") as raised:
+        nowhere.put("parts/a", b"x")
+    assert isinstance(raised.value, StoreRefused) == is_refused and nowhere.retries == retries
 
 
 def test_the_user_s_random_numbers_do_not_depend_on_the_network(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+        nowhere: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """An upload runs in a thread beside the user's code. Its retries, and botocore's reading of a
     role's credentials, draw from generators of their own."""
-    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
-        monkeypatch.setenv(key, value)
     before = random.getstate()
-    store, refusals = S3Store("s3://bucket/prefix"), [503, 503]
+    store, refusals = nowhere, [503, 503]
 
     def put(**_: Any) -> None:
         if refusals:
@@ -486,10 +466,9 @@ def test_the_user_s_random_numbers_do_not_depend_on_the_network(
     assert store.retries == 2 and random.getstate() == before
 
 
-def test_refuses_a_bucket_s_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("nowhere")
+def test_refuses_a_bucket_s_name_that_is_none() -> None:
     """At once."""
-    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
-        monkeypatch.setenv(key, value)
     store = S3Store("s3://not_a+bucket/x")
     with pytest.raises(StoreRefused, match="--store"):
         store.put("parts/a", b"x")
@@ -499,13 +478,11 @@ def test_refuses_a_bucket_s_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(("sent", "is_whole"), [(b"0123456789", True), (b"012345678", False),
                                                 (b"0123456789a", False)])
 @pytest.mark.parametrize("says_its_length", [True, False])
-def test_an_object_is_read_into_memory_of_its_length_only(monkeypatch: pytest.MonkeyPatch,
-                                                          sent: bytes, is_whole: bool,
-                                                          says_its_length: bool) -> None:
+def test_an_object_is_read_into_memory_of_its_length_only(
+        nowhere: S3Store, monkeypatch: pytest.MonkeyPatch, sent: bytes, is_whole: bool,
+        says_its_length: bool) -> None:
     """This holds for a gateway that sends it in chunks without its length, too."""
-    for key, value in s3_servers.environment("http://127.0.0.1:1").items():
-        monkeypatch.setenv(key, value)
-    store, out = S3Store("s3://bucket/prefix"), bytearray(10)
+    store, out = nowhere, bytearray(10)
     monkeypatch.setattr(s3, "PIECE_BYTES", 4)
     monkeypatch.setattr(store, "_answer", lambda name: {
         "Body": StreamingBody(io.BytesIO(sent), len(sent) if says_its_length else None)})
