@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from elastic_trainer.data.tar import TarShards as TarShards
     from elastic_trainer.evaluate.best import KeepBest as KeepBest
     from elastic_trainer.evaluate.best import keep_best as keep_best
-    from elastic_trainer.evaluate.evaluation_plan import Evaluation as Evaluation
+    from elastic_trainer.evaluate.evaluation import Evaluation as Evaluation
     from elastic_trainer.horovod_style.state import ElasticState as ElasticState
-    from elastic_trainer.reduce.buffer_rules import gather as gather
+    from elastic_trainer.reduce.buffers import gather as gather
     from elastic_trainer.schedule.learning_rate import constant as constant
     from elastic_trainer.schedule.learning_rate import cosine as cosine
     from elastic_trainer.schedule.learning_rate import inverse_root as inverse_root
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from elastic_trainer.state.configuration import Configuration as Configuration
     from elastic_trainer.training.averages import Swa as Swa
     from elastic_trainer.training.configured import configuration as configuration
+    from elastic_trainer.training.failures import LossNotFinite as LossNotFinite
     from elastic_trainer.training.groups import decay_groups as decay_groups
     from elastic_trainer.training.job import Result as Result
-    from elastic_trainer.training.losses import LossNotFinite as LossNotFinite
     from elastic_trainer.training.step import Step as Step
     from elastic_trainer.training.train import train as train
     from elastic_trainer.training.trainer import Trainer as Trainer
@@ -37,15 +37,15 @@ _WHERE = {
     "ConfigError": "config", "Configuration": "state.configuration",
     "configuration": "training.configured", "ElasticState": "horovod_style.state",
     "ImageFolder": "data.images", "LikeLength": "schedule.order", "Loader": "data.loader",
-    "LossNotFinite": "training.losses", "Mixture": "data.mixture", "ParquetFiles": "data.parquet",
+    "LossNotFinite": "training.failures", "Mixture": "data.mixture", "ParquetFiles": "data.parquet",
     "Result": "training.job", "TarShards": "data.tar", "Weighted": "schedule.order",
     "constant": "schedule.learning_rate", "cosine": "schedule.learning_rate",
-    "decay_groups": "training.groups", "gather": "reduce.buffer_rules",
+    "decay_groups": "training.groups", "gather": "reduce.buffers",
     "inverse_root": "schedule.learning_rate", "linear_decay": "schedule.learning_rate",
     "linear_scaling": "schedule.learning_rate", "local_rank": "training.worker",
     "step_decay": "schedule.learning_rate", "Step": "training.step", "Swa": "training.averages",
     "KeepBest": "evaluate.best", "keep_best": "evaluate.best",
-    "Evaluation": "evaluate.evaluation_plan", "train": "training.train",
+    "Evaluation": "evaluate.evaluation", "train": "training.train",
     "Trainer": "training.trainer"
 }
 __all__ = list(_WHERE)
@@ -63,8 +63,11 @@ def __getattr__(name: str) -> object:
     from elastic_trainer.host.own import OursFirst
 
     with OursFirst():
-        if _WHERE[name].split(".")[0] in NEEDS_HOROVOD:
+        if needs_horovod := _WHERE[name].split(".")[0] in NEEDS_HOROVOD:
             from elastic_trainer.setup.required import require_horovod
 
             require_horovod()
-        return getattr(import_module(f"elastic_trainer.{_WHERE[name]}"), name)
+        found: object = getattr(import_module(f"elastic_trainer.{_WHERE[name]}"), name)
+        if needs_horovod:  # now: the user builds the model before the training begins
+            import_module("elastic_trainer.training.determinism").choose_kernels()
+        return found

@@ -26,7 +26,7 @@ EXIT_NO_HOSTS = 69
 EXIT_USER_ERROR = 70
 """The user's code has raised an exception. The run is never retried (EX_SOFTWARE)."""
 EXIT_MACHINE = 71
-"""The worker's machine has failed (machine_fault.py). The other workers do the step again
+"""The worker's machine has failed (failures.py). The other workers do the step again
 (EX_OSERR)."""
 EXIT_UNSAVED = 74
 """The run has done all its steps, and its last checkpoint could not be written. The run is not

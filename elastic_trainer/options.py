@@ -38,7 +38,7 @@ from typing import (
 
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
 from elastic_trainer.renamed import remedy
-from elastic_trainer.schedule.lengths import length_of
+from elastic_trainer.schedule.intervals import length_of
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from elastic_trainer.data.loader import Loader
     from elastic_trainer.evaluate.best import KeepBest
     from elastic_trainer.loggers.row import Logger
-    from elastic_trainer.reduce.buffer_rules import Rule
+    from elastic_trainer.reduce.buffers import Rule
     from elastic_trainer.schedule.learning_rate import LinearScaling
     from elastic_trainer.schedule.order import Order
     from elastic_trainer.training.averages import Swa

@@ -6,7 +6,9 @@ What always holds:
 1. An attribute is kept if it holds tensors, arrays, random numbers or an optimizer, or if it has
    another value than when the object was built. A constant of one worker (its rank, a path) stays
    that worker's.
-2. A change that cannot be kept is a flaw, with the attribute's name.
+2. A change that cannot be kept is a flaw, with the attribute's name. `mark` sees a change in an
+   iterator, a generator or an array of objects. It does not see into code (a closure), and not into
+   objects without attributes that have no bytes and cannot be reduced.
 3. `load` gives an attribute that the values do not have the value that it had when it was built.
 4. An object without attributes of its own costs nothing (torch's optimizers have none).
 
@@ -16,13 +18,21 @@ AdamW of 150 parameters within another optimizer, on one core).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import types
+import warnings
+import zlib
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+import numpy
 import torch
 
-from elastic_trainer.state.foreign import (
+from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.object_filling import Filling, set_field
+from elastic_trainer.state.object_nodes import (
     MISSING,
     PLAIN,
     Node,
@@ -32,9 +42,6 @@ from elastic_trainer.state.foreign import (
     fields,
     is_code,
 )
-from elastic_trainer.state.hidden import mark
-from elastic_trainer.state.layout import LayoutError
-from elastic_trainer.state.taking import Taking, set_field
 
 OF_TORCH = frozenset({
     "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
@@ -199,7 +206,7 @@ class Attributes:
 
     def require_fit(self, values: Any, kept: Callable[[Node], Any]) -> None:
         """Raise LayoutError if values do not fit the owners. `kept` finds what nodes refer to."""
-        self._taking(values, kept)
+        self._filling(values, kept)
 
     def load(self, values: Any) -> None:
         """Take over values that fit, after what the state keeps elsewhere."""
@@ -209,7 +216,7 @@ class Attributes:
             known = {one for one, _ in pairs} | self._names[name] - set(gone)
             for one in self._own(owner).keys() - known:
                 owner.__dict__.pop(one, None)
-        self._taking(values, self._kept().find).finish()
+        self._filling(values, self._kept().find).finish()
 
     def _put_back(self) -> None:
         """Give the attributes without tensors the values that they were built with."""
@@ -218,20 +225,20 @@ class Attributes:
             name, node = place.rpartition(".")[2], self._built[place]
             now = fields(holder).get(name, MISSING)
             if now is MISSING or bears(now) or self._differs(place, now, kept):
-                taking = Taking(kept.find, self.device(), kept.owned())
-                value = taking.build(node, now)
-                taking.finish()
+                filling = Filling(kept.find, self.device(), kept.owned())
+                value = filling.build(node, now)
+                filling.finish()
                 set_field(holder, name, value)
 
-    def _taking(self, values: Any, kept: Callable[[Node], Any]) -> Taking:
-        taking = Taking(kept, self.device(), self._kept().owned())
+    def _filling(self, values: Any, kept: Callable[[Node], Any]) -> Filling:
+        filling = Filling(kept, self.device(), self._kept().owned())
         if not isinstance(values, dict) or values.keys() - self._owners.keys():
             raise LayoutError("the attributes are not those of this job's optimizers")
         for name, entry in values.items():
             if not isinstance(entry, (list, tuple)) or len(entry) != 2:
                 raise LayoutError("the attributes of an optimizer are no pairs")
-            taking.attributes(self._owners[name], entry[0])
-        return taking
+            filling.attributes(self._owners[name], entry[0])
+        return filling
 
     def device(self) -> torch.device:
         """Return the model's device: that of the first parameter."""
@@ -247,3 +254,54 @@ def _marked(left: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
 
 def _place(name: str, attribute: str) -> str:
     return f"{name}.{attribute}".removeprefix(".")
+
+
+MOST_PARTS, DEEPEST = 1000, 6
+"""The parts of a container, and the containers in one another, that are looked at."""
+
+
+def mark(value: Any) -> str:
+    """Return a text that is another one when an object has changed."""
+    return "/".join(_texts(value, DEEPEST))
+
+
+def _texts(value: Any, depth: int) -> Iterator[str]:
+    if type(value) in PLAIN or isinstance(value, numpy.generic):
+        yield repr(value)
+    elif depth > 0 and not is_code(value):
+        yield type(value).__name__
+        yield from _inner(value, depth - 1)
+
+
+def _inner(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, types.GeneratorType):
+        yield from _texts((value.gi_frame and value.gi_frame.f_lasti,
+                           value.gi_frame and dict(value.gi_frame.f_locals)), depth)
+    elif isinstance(value, dict):
+        for pair in islice(value.items(), MOST_PARTS):
+            yield from _texts(pair, depth)
+    elif isinstance(value, (list, tuple, deque)):
+        for one in islice(value, MOST_PARTS):
+            yield from _texts(one, depth)
+    elif isinstance(value, (set, frozenset)):
+        yield from sorted("/".join(_texts(one, depth)) for one in islice(value, MOST_PARTS))
+    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        yield from _texts(value.reshape(-1)[:MOST_PARTS].tolist(), depth)
+    elif found := fields(value):
+        yield from _texts(found, depth)
+    else:
+        yield from _bytes_of(value, depth)
+
+
+def _bytes_of(value: Any, depth: int) -> Iterator[str]:
+    """Yield what an object without attributes has in its memory, or is made again of."""
+    if hasattr(value, "tobytes") and not hasattr(value, "untyped_storage"):
+        yield str(zlib.crc32(value.tobytes()))
+    elif hasattr(value, "__next__"):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # itertools: deprecated in Python 3.12
+                reduced = value.__reduce__()
+        except Exception:
+            reduced = repr(value)
+        yield from _texts(reduced, depth)

@@ -1,6 +1,14 @@
 """When a checkpoint is due: after a number of steps or of seconds, or as often as it pays.
 
-Everything here is a pure function of values.
+the time of each step → what an upload adds to it (UploadCost) → the interval (Cadence) →
+training/timing.py; rehearse/ does the same with the steps of an event log
+
+What always holds:
+1. All but UploadCost are pure functions of values. It compares steps within one world: the steps of
+   another one take another time.
+2. The cost is the lower median over the last uploads, and over a zero at first. So one upload alone
+   is not believed: it has two or three steps beside it, and one of them is often twice as long for
+   another reason, e.g. a worker that boots.
 
 Source: J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17(9),
 1974; J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
@@ -11,7 +19,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import deque
 from dataclasses import dataclass
+from statistics import median_low
 
 SHARE = 0.01
 """The most that checkpoints may cost by default, as a share of the training's time."""
@@ -19,6 +29,7 @@ PRIOR_LOSS_EVERY_S = 3600.0
 """The assumed time between two losses of all workers, before any was observed."""
 SHORTEST_S = 2.0
 """The shortest interval between two checkpoints that is chosen."""
+MEASURED_UPLOADS = 5
 
 
 @dataclass(frozen=True)
@@ -108,3 +119,41 @@ def retained(steps: list[int], keep_last: int, keep_every: int,
         old = [step for step in ordered if step <= ordered[-1] - compared_after]
         kept |= {*old[-1:], ordered[len(old)]}
     return kept
+
+
+class UploadCost:
+    """Measured by one worker."""
+
+    def __init__(self) -> None:
+        self.alone_s = 0.0
+        """A step's time without an upload, a moving average; 0.0: this world has had none."""
+        self._beside: list[float] | None = None
+        """The steps beside the upload that was begun in this world; None: there is none."""
+        self._added = deque([0.0], maxlen=MEASURED_UPLOADS)
+
+    @property
+    def added_s(self) -> float:
+        """What an upload adds to the steps of the training."""
+        return max(0.0, median_low(self._added))
+
+    def enter(self) -> None:
+        """Begin a world. It has dropped the upload on its way."""
+        self.alone_s, self._beside = 0.0, None
+
+    def begin(self) -> None:
+        """Begin an upload."""
+        self._end()
+        self._beside = []
+
+    def step(self, seconds: float, is_uploading: bool) -> None:
+        """Note a step's time, without the pause at its end."""
+        if not is_uploading:
+            self.alone_s = 0.9 * self.alone_s + 0.1 * seconds if self.alone_s else seconds
+            self._end()
+        elif self._beside is not None:
+            self._beside.append(seconds)
+
+    def _end(self) -> None:
+        if self._beside is not None and self.alone_s:
+            self._added.append(sum(self._beside) - self.alone_s * len(self._beside))
+        self._beside = None

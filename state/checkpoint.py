@@ -1,12 +1,16 @@
 """What a checkpoint is made of: parts with names, and a record that names them.
 
-snapshot → upload (parts) → publish (record) → restore; all of them import this module
+    plan      cadence.py: when one is due, which stay
+    copy      upload.py: one copy of this worker's share, the only pause of the training
+    upload    upload.py: the parts of each worker, in threads beside the training
+    record    publish.py: rank 0 puts one record into commit_log.py; then the checkpoint exists
+    restore   restore.py: the newest whole checkpoint, read by all workers together
 
-What always holds:
+checkpoints.py holds these together; store.py and s3.py keep the objects. What always holds:
 1. A checkpoint exists when its record is in the commit log. The record is put there after all of
    the checkpoint's parts are durable (publish.py).
 2. Parts are cut from the payload every `part_bytes`, for every size of the world. Worker r of n
-   owns parts r, r+n, … (snapshot.py).
+   owns parts r, r+n, … (upload.py).
 3. The name of a part holds its lineage, its step and the SHA-256 of its bytes. So no other bytes
    ever get the same name (upload.py).
 4. Nothing in a record is used before it was checked: number, lengths and names of the parts. Such

@@ -2,7 +2,7 @@
 
 After a step, on all workers alike, as the vote decides (training/checkpointing.py):
 
-    begin → (snapshot, then upload behind the training) → tick, progress → collect → (publish)
+    begin → (snapshot, then upload beside the training) → tick, progress → collect → (publish)
 
 What always holds:
 1. One checkpoint is in flight at most, in the memory of one share.
@@ -28,9 +28,8 @@ from elastic_trainer.state.layout import differing, tensors_digest
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.publish import Draft, Known, Publisher
 from elastic_trainer.state.restore import Restore, asked_again, withdraw
-from elastic_trainer.state.snapshot import Snapshot, SnapshotMemory
 from elastic_trainer.state.store import Store, StoreUnavailable
-from elastic_trainer.state.upload import UPLOAD_S, Share, Upload
+from elastic_trainer.state.upload import UPLOAD_S, Share, SnapshotMemory, Upload
 
 PLANNED = 0.75
 """An upload that rests is planned for this share of the time between two checkpoints."""
@@ -96,7 +95,7 @@ class Checkpoints:
             self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
 
     def begin(self, state: LiveState, rank: int, size: int, *, is_alone: bool = False) -> None:
-        """Copy my share of the state (the only pause), and upload it behind the training.
+        """Copy my share of the state (the only pause), and upload it beside the training.
 
         Raises what the user's state_dict raises, and CannotKeep, unless this worker `is_alone`:
         then nobody could do anything about it.
@@ -105,7 +104,7 @@ class Checkpoints:
             # All parts are of rank 0. No part has the number with which the others begin.
             rank, size = (0, 1) if rank == 0 else (sys.maxsize, sys.maxsize)
         now = time.monotonic()
-        share = Share(Snapshot(state.committed), started=now, moved=now)
+        share = Share(state.committed, started=now, moved=now)
         before, self.begun_at, self.upload.share = self.begun_at, now, share
         if before and self.known.parts_step == self.known.newest_step:
             share.planned_s = PLANNED * (now - before)  # the next one is due as much later
@@ -119,9 +118,8 @@ class Checkpoints:
         try:
             if self.upload.is_busy():
                 raise StoreUnavailable("the upload before it still holds the memory")
-            share.snapshot = self.memory.copy(packed, state.committed, rank, size)
-            share.facts = state.facts()
-            share.parts, share.moved = len(share.snapshot.pieces), time.monotonic()
+            self.memory.copy(packed, share, rank, size)
+            share.facts, share.moved = state.facts(), time.monotonic()
             share.pause_s = share.moved - share.started
             self.upload.begin(share, state.lineage, self.known.reusable())
         except Exception as error:  # no memory, no thread
@@ -136,7 +134,7 @@ class Checkpoints:
         """Return my parts, and a digest of the tensors they are cut from, as JSON for `collect`."""
         share = self.upload.share
         assert share
-        return json.dumps({"tensors": tensors_digest(share.snapshot.header),
+        return json.dumps({"tensors": tensors_digest(share.header),
                            "parts": [asdict(part) for part in share.done]})
 
     def collect(self, texts: Iterable[str], lineage: int, *, publish: bool) -> None:
@@ -151,17 +149,13 @@ class Checkpoints:
         share = self.upload.release()
         parts = sorted((Part(**entry) for its in given for entry in its["parts"]),
                        key=lambda part: part.index)
-        snapshot = share.snapshot
-        if [part.index for part in parts] != list(range(snapshot.count)):  # also under python -O
+        if [part.index for part in parts] != list(range(share.count)):  # also under python -O
             raise AssertionError("a part is missing")
         self.known.take(parts, share.step)
         if not publish:
             self.known.succeed()
             return
-        self.publisher.begin(Draft(
-            step=share.step, lineage=lineage, header=snapshot.header, parts=parts,
-            total_bytes=snapshot.total_bytes, started=share.started, pause_s=share.pause_s,
-            facts=share.facts))
+        self.publisher.begin(Draft(share, lineage, parts))
 
     def drop(self, why: str = "") -> None:
         """Forget the checkpoint in flight. Emitted as a failure, unless there is a reason `why`."""
@@ -204,7 +198,7 @@ class Checkpoints:
 
     def go_on_alone(self, state: LiveState) -> None:
         """Make a checkpoint alone, step by step. Called again and again; it never waits."""
-        if (share := self.upload.share) and share.parts < share.snapshot.count:
+        if (share := self.upload.share) and share.parts < share.count:
             self.drop("written alone instead")
         self.tick()
         is_up, has_failed = self.progress()

@@ -15,7 +15,7 @@ locks):
    lineage, and only if the newest record is of that lineage.
 3. The nonce of a record settles a put whose answer was lost. A put that was given up may still
    arrive later. Its record then has the number that its writer tries next. The writer recognizes
-   its own record there, and continues behind it.
+   its own record there, and continues after it.
 4. The newest record is never deleted, so numbers only grow. `compact` deletes older records that
    the newest does not keep. So the number that a paused writer tries next may be free again.
    Therefore a put counts only if a listing after it shows no later record. In such a gap there
@@ -48,7 +48,7 @@ from elastic_trainer.state.store import PUT_BYTES, Store, StoreRefused, StoreUna
 FOLDER = "log"
 LAST = 10**12
 FURTHEST = LAST // 2
-"""No writer reaches a later number: at one record a second it takes 15,000 years. Behind a forged
+"""No writer reaches a later number: at one record a second it takes 15,000 years. After a forged
 record near LAST, the next records would have names that no listing recognizes, and checkpoints
 would be lost without any event."""
 FIRST_BYTES = 1 << 20
@@ -155,7 +155,7 @@ NOTHING = Record(sequence=0, kind="", lineage=0, step=-1)
 class CommitLog:
     """One writer's view of the log.
 
-    `last` is the record behind which this writer appends; None: it must take over first.
+    `last` is the record after which this writer appends; None: it must take over first.
     """
 
     def __init__(self, store: Store):
@@ -258,7 +258,7 @@ class CommitLog:
             f"{self.store.where}: others took the log over {TRIES} times in a row")
 
     def append(self, make: Callable[[Record], Record | None]) -> Record:
-        """Publish `make(last)` behind the last record; returns the record that is then last.
+        """Publish `make(last)` after the last record; returns the record that is then last.
 
         `make` gives kind, step, kept and body, or None when nothing is to be published. It is
         called again when an earlier put of this writer turns out to have arrived. Raises Fenced,

@@ -85,11 +85,17 @@ def _form_of_bytes(value: bytes | bytearray) -> Form | None:
     return Form(type(value).__name__, more=text) if len(value) <= MOST_BYTES else None
 
 
+def factory_of(value: defaultdict[Any, Any]) -> str | None:
+    """Return the name of what a defaultdict makes; "": nothing; None: it is not in FACTORIES."""
+    if (factory := value.default_factory) is None:
+        return ""
+    name = str(getattr(factory, "__name__", ""))
+    return name if FACTORIES.get(name) is factory else None
+
+
 def _defaultdict(value: defaultdict[Any, Any]) -> Form | None:
-    factory = value.default_factory
-    name = getattr(factory, "__name__", None) if factory else None
-    is_known = factory is None or FACTORIES.get(str(name)) is factory
-    return Form("defaultdict", dict(value), name) if is_known else None
+    name = factory_of(value)
+    return None if name is None else Form("defaultdict", dict(value), name or None)
 
 
 def _form_of_numpy(value: Any) -> Form | None:

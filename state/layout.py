@@ -4,28 +4,27 @@ live state → here → newcomer (over the network), checkpoint (in the store), 
 
 What always holds:
 1. The same values give the same bytes for every world size.
-2. Every length is checked before anything is built, and only tensors, JSON values and the kinds of
-   forms.py are built.
-3. `outline` checks the tree of a header. A header that it accepts can be unpacked, named and
-   decoded.
+2. Every length is checked before memory is used for it, and only tensors, JSON values and the kinds
+   of forms.py are built.
+3. `outline` builds the tree of a header once, with tensors that have no bytes. A header that it
+   accepts can be unpacked, named and decoded.
 """
 
 from __future__ import annotations
 
+import base64
 import enum
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 import numpy
 import torch
 
 from elastic_trainer.state.forms import (
-    KINDS,
     MOST_BITS,
     SCALARS,
     SETS,
@@ -263,13 +262,9 @@ def outline(header: bytes) -> Packed:
                           f"{FORMAT}")
     if not isinstance(shapes, list):
         raise LayoutError("the header has no list of tensors")
-    tensors = [_outlined(entry) for entry in shapes]
-    _check_tree(values, 0, numbers := count())
-    if (used := next(numbers)) != len(tensors):
-        raise LayoutError(f"the header describes {len(tensors)} tensors and uses {used}")
-    if b'"$is"' in header or b'"$same"' in header:
-        unpack(Packed(header, tensors))  # whether each form can be built
-    return Packed(header, tensors)
+    packed = Packed(header, [_outlined(entry) for entry in shapes])
+    _Reader(packed).whole(values)
+    return packed
 
 
 def _outlined(entry: Any) -> torch.Tensor:
@@ -286,52 +281,6 @@ def _outlined(entry: Any) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
     except (RuntimeError, TypeError, ValueError) as error:
         raise LayoutError(f"the header names an impossible shape: {str(shape)[:80]}") from error
-
-
-def _check_tree(value: Any, depth: int, numbers: Iterator[int]) -> None:
-    """Raise LayoutError unless `_build` can build it and its tensors have the order of `pack`."""
-    if depth > DEEPEST + 1:
-        raise LayoutError(f"the header has containers in containers, more than {DEEPEST} deep")
-    match value:
-        case list():
-            inner = value
-        case {"$tensor": int(number), **others} if not others:
-            if type(number) is not int or number != next(numbers):
-                raise LayoutError(f"the header uses the tensor {number} out of turn")
-            return
-        case {"$tuple": list(inner), **others} if not others:
-            pass
-        case {"$is": str(kind), "of": main, "with": more, **others} if not others:
-            if kind not in KINDS:
-                raise LayoutError(f"the header holds a {kind[:40]!r}, which this version does not "
-                                  f"know")
-            inner = [main, more]
-        case {"$same": int(), "of": main, **others} if not others:
-            inner = [main]
-        case {"$dict": list(pairs), **others} if not others:
-            for pair in pairs:
-                if not isinstance(pair, list) or len(pair) != 2:
-                    raise LayoutError("the header has a dict with an entry that is no pair")
-                for member in pair:
-                    _check_tree(member, depth + 1, numbers)
-                if not _is_key(pair[0]):
-                    raise LayoutError("the header has a dict with a list or a dict as key")
-            return
-        case dict():
-            raise LayoutError("the header has an object that is no container of ours")
-        case _:
-            return
-    for member in inner:
-        _check_tree(member, depth + 1, numbers)
-
-
-def _is_key(value: Any) -> bool:
-    """True for the key of a dict: no list, no dict, and no tuple that contains one. Of a form the
-    build decides."""
-    if isinstance(value, dict):
-        return ("$tensor" in value or "$is" in value
-                or ("$tuple" in value and all(map(_is_key, value["$tuple"]))))
-    return not isinstance(value, list)
 
 
 def named_tensors(header: bytes | str) -> list[dict[str, Any]]:
@@ -370,10 +319,10 @@ def differing(digests: Mapping[int, str]) -> str:
     """Return a sentence on the ranks whose tensors (rank → `tensors_digest`) differ from those of
     the first rank given; "" if none do."""
     first = next(iter(digests))
-    if not (odd := [str(rank) for rank, digest in digests.items() if digest != digests[first]]):
+    if not (wrong := [str(rank) for rank, digest in digests.items() if digest != digests[first]]):
         return ""
     return (
-        f"the tensors of rank {', '.join(odd)} differ from rank {first}'s (names, order, types, "
+        f"the tensors of rank {', '.join(wrong)} differ from rank {first}'s (names, order, types, "
         f"shapes). Let the state_dict of each extra give the same tensors in the same order on all "
         f"workers")
 
@@ -383,7 +332,7 @@ def unpack(packed: Packed) -> Any:
 
     Raises LayoutError for a value of a class that this process does not know.
     """
-    return _Reader(packed).build(json.loads(packed.header)["values"])
+    return _Reader(packed).whole(json.loads(packed.header)["values"])
 
 
 def decode(header: bytes, payload: torch.Tensor,
@@ -408,39 +357,87 @@ def decode(header: bytes, payload: torch.Tensor,
     return unpack(Packed(header, tensors, classes))
 
 
+def to_text(values: Any) -> str:
+    """Return values as one text, for an exchange of texts. Raises CannotKeep."""
+    packed = pack(values)
+    payload = b"".join(byte_view(tensor).numpy().tobytes() for tensor in packed.tensors)
+    return f"{packed.header.decode()}\n{base64.b64encode(payload).decode()}"
+
+
+def from_text(text: str) -> Any:
+    """Return the values of a text of `to_text`, with memory of their own."""
+    header, payload = text.split("\n")
+    data = numpy.frombuffer(bytearray(base64.b64decode(payload)), dtype=numpy.uint8)
+    return decode(header.encode(), torch.from_numpy(data))
+
+
 class _Reader:
-    """Builds the values of one description."""
+    """Builds the values of one description. Raises LayoutError for one that `pack` cannot have
+    made."""
 
     def __init__(self, packed: Packed):
         self._packed = packed
         self._parts: list[Any] = []
+        self._used = 0
 
-    def build(self, value: Any) -> Any:
-        """Return a value. Raises LayoutError."""
-        if not isinstance(value, (list, dict)):
-            return value
-        if isinstance(value, dict) and "$same" in value:
-            self.build(value["of"])
-            if not 0 <= value["$same"] < len(self._parts):
-                raise LayoutError("the header names a part that is not there yet")
-            return self._parts[value["$same"]]
-        self._parts.append(built := self._built(value))
+    def whole(self, values: Any) -> Any:
+        """Return all values, which have all tensors, in their order."""
+        built = self._build(values, 0)
+        if self._used != (there := len(self._packed.tensors)):
+            raise LayoutError(f"the header describes {there} tensors and uses {self._used}")
         return built
 
-    def _built(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return [self.build(v) for v in value]
-        if "$tensor" in value:
-            return self._packed.tensors[value["$tensor"]]
-        if "$tuple" in value:
-            return tuple(self.build(v) for v in value["$tuple"])
-        try:
-            if "$dict" in value:
-                return {self.build(k): self.build(v) for k, v in value["$dict"]}
-            form = Form(value["$is"], self.build(value["of"]), self.build(value["with"]))
-            return build(form, self._packed.classes)
-        except (LayoutError, MemoryError):
-            raise
-        except Exception as error:  # what the writer cannot have written
-            kind = value.get("$is", "dict")
-            raise LayoutError(f"a {kind} cannot be built: {error}"[:300]) from error
+    def _build(self, value: Any, depth: int) -> Any:
+        if not isinstance(value, (list, dict)):
+            return value
+        if depth > DEEPEST + 1:
+            raise LayoutError(f"the header has containers in containers, more than {DEEPEST} deep")
+        match value:
+            case {"$same": int(number), "of": main, **others} if not others:
+                self._build(main, depth + 1)
+                if not 0 <= number < len(self._parts):
+                    raise LayoutError("the header names a part that is not there yet")
+                return self._parts[number]
+        self._parts.append(built := self._built(value, depth + 1))
+        return built
+
+    def _built(self, value: Any, depth: int) -> Any:
+        match value:
+            case list():
+                return [self._build(one, depth) for one in value]
+            case {"$tensor": int(number), **others} if not others:
+                return self._tensor(number)
+            case {"$tuple": list(inner), **others} if not others:
+                return tuple(self._build(one, depth) for one in inner)
+            case {"$dict": list(pairs), **others} if not others:
+                return self._dict(pairs, depth)
+            case {"$is": str(kind), "of": main, "with": more, **others} if not others:
+                form = Form(kind, self._build(main, depth), self._build(more, depth))
+                try:
+                    return build(form, self._packed.classes)
+                except MemoryError:
+                    raise
+                except Exception as error:  # what the writer cannot have written
+                    raise LayoutError(f"a {kind[:40]} cannot be built: {error!r}"[:300]) from error
+            case _:
+                raise LayoutError("the header has an object that is no container of ours")
+
+    def _tensor(self, number: int) -> torch.Tensor:
+        if type(number) is not int or number != self._used or (
+                number >= len(self._packed.tensors)):
+            raise LayoutError(f"the header uses the tensor {number} out of turn")
+        self._used += 1
+        return self._packed.tensors[number]
+
+    def _dict(self, pairs: list[Any], depth: int) -> dict[Any, Any]:
+        made = {}
+        for pair in pairs:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise LayoutError("the header has a dict with an entry that is no pair")
+            key = self._build(pair[0], depth)
+            try:
+                hash(key)
+            except TypeError as error:
+                raise LayoutError("the header has a dict with a list or a dict as key") from error
+            made[key] = self._build(pair[1], depth)
+        return made

@@ -2,8 +2,8 @@
 
 step in flight → here (begun → prepared → committed) → next step; newcomer ← here; checkpoint ← here
 
-model_parameters.py, model_buffers.py, optimizer_values.py, rates.py and extra_state.py keep the
-parts. kinds.py checks what was received.
+names.py (parameters), forward.py (buffers, modes, extra state), module_attributes.py,
+optimizer_values.py and optimizer_values.py keep the parts. received.py checks what was received.
 
 What always holds:
 1. Nothing that outlives a step changes before `apply`; in `apply` everything changes together.
@@ -28,9 +28,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.renamed import present
-from elastic_trainer.state.extra_state import ExtraState
-from elastic_trainer.state.findings import Findings
-from elastic_trainer.state.kinds import check_kinds
+from elastic_trainer.state.forward import ExtraState, InFlight, ModelBuffers, Modes
 from elastic_trainer.state.layout import (
     MACHINE_BYTES,
     Bare,
@@ -40,13 +38,10 @@ from elastic_trainer.state.layout import (
     pack,
     unpack,
 )
-from elastic_trainer.state.model_buffers import ModelBuffers
-from elastic_trainer.state.model_parameters import ModelParameters
-from elastic_trainer.state.modes import Modes
 from elastic_trainer.state.module_attributes import ModuleAttributes
-from elastic_trainer.state.names import with_plain_names
-from elastic_trainer.state.optimizer_values import OptimizerValues
-from elastic_trainer.state.rates import Rates
+from elastic_trainer.state.names import ModelParameters, with_plain_names
+from elastic_trainer.state.optimizer_values import OptimizerValues, Rates
+from elastic_trainer.state.received import Findings, check_kinds
 
 
 class LiveState:
@@ -64,6 +59,10 @@ class LiveState:
         self.optimizer_values = OptimizerValues(model, optimizer, optimizers)
         self.rates = Rates(optimizer, scheduler)
         self.extra_state, self.attributes = ExtraState(model), ModuleAttributes(model)
+        self._passing: list[InFlight] = [self.model_buffers, self.modes, self.extra_state]
+        """What a forward pass changes."""
+        self._parts = [*self._passing, self.attributes]
+        """What a step in flight may have changed."""
         self.extras: dict[str, Any] = {}
         """What the user has registered, by name: objects with state_dict and load_state_dict."""
         self.classes: dict[str, type] = {}  # of named tuples and enumerations, by name (forms.py)
@@ -72,7 +71,7 @@ class LiveState:
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
         self.phase, self.phases = 0, 1
-        """The phase of that step to do next, and how many a step has (several.py)."""
+        """The phase of that step to do next, and how many a step has (several_optimizers.py)."""
         self.prepared = self.begun = 0
         """Ticks begun: one more than `ticks` while a phase is in flight, and after it broke."""
         self.has_state = False
@@ -127,10 +126,8 @@ class LiveState:
         """Keep what a forward pass changes (BatchNorm's buffers, modes), so that `restore` can put
         it back."""
         self.begun = self.ticks + 1
-        self.model_buffers.begin()
-        self.modes.begin()
-        self.attributes.begin()
-        self.extra_state.begin()
+        for part in self._parts:
+            part.begin()
 
     def restore(self) -> None:
         """Put back what micro-batches have changed, when a step broke."""
@@ -139,26 +136,32 @@ class LiveState:
 
     def reopen(self) -> None:
         """Put back what a forward pass has changed, but for ModuleAttributes."""
-        self.model_buffers.reset()
-        self.modes.reset()
-        self.extra_state.reset()
+        for part in self._passing:
+            part.reset()
 
     def forget(self) -> None:
         """Forget the step in flight, and the values of its begin."""
         self.begun = self.ticks
-        self.model_buffers.forget()
-        self.modes.forget()
-        self.attributes.end()
-        self.extra_state.forget()
+        self._forget_parts()
 
-    def buffers_before(self) -> dict[str, torch.Tensor]:
-        """Return the buffers' values at the step's begin."""
-        return self.model_buffers.before
+    def _forget_parts(self) -> None:
+        for part in self._parts:
+            part.forget()
 
-    def take_up(self, before: dict[str, torch.Tensor], evaluating: list[str]) -> None:
-        """Go on with a step in flight whose begin had these buffers and modes."""
-        self.model_buffers.take_up(before)
-        self.modes.take_up(evaluating)
+    def in_flight(self) -> dict[str, Any]:
+        """Return what a successor of this process needs beside `values`."""
+        return {"begun": self.begun, "prepared": self.prepared, "clocks_ms": self.clocks_ms,
+                "parts": [part.in_flight() for part in self._parts]}
+
+    def take_up(self, values: dict[str, Any], in_flight: dict[str, Any]) -> None:
+        """Go on where the former process of this worker was."""
+        self.load(values)
+        self.received = self.ticks  # as a newcomer: what is not in the state was lost
+        self.begun, self.prepared = in_flight["begun"], in_flight["prepared"]
+        before_ms, now_ms = in_flight["clocks_ms"]
+        self.clocks_ms = (before_ms, now_ms)
+        for part, value in zip(self._parts, in_flight["parts"], strict=True):
+            part.take_up(value)
 
     def prepare(self) -> None:
         """Note that the reduced gradient of the step in flight is in hand; the vote comes next."""
@@ -177,9 +180,8 @@ class LiveState:
             self.samples += samples
             self.clocks_ms = (self.clocks_ms[1], self.last_vote[2])
         self.prepared = self.ticks
-        self.model_buffers.forget()
         self.modes.end()
-        self.attributes.end()
+        self._forget_parts()
 
     # --- as bytes ---------------------------------------------------------------------------------
 
@@ -216,34 +218,6 @@ class LiveState:
         """Return header and tensors, without a copy. `learns`: the classes. Raises CannotKeep."""
         return pack(self.values(), self.classes, learns=learns)
 
-    def fits(self, values: dict[str, Any]) -> None:
-        """Raise LayoutError when values are not of this job, model and optimizer."""
-        if present(values["identity"]) != self.identity:
-            raise LayoutError(f"it is of a job with {values['identity']}, but this job has "
-                              f"{self.identity}")
-        _require_same_tensors("parameters", values["parameters"], self.parameters.named())
-        _require_same_tensors("buffers", values["buffers"], self.buffers)
-        self.optimizer_values.require_fit(values["optimizer"])
-        if not 0 <= values.get("phase", 0) < self.phases:
-            raise LayoutError(f"it stands in phase {values['phase']} of a step, but a step of this "
-                              f"job has {self.phases}")
-        names = [settings["optimizer"] for settings in (values.get("settings", {}), self.settings)
-                 if settings]
-        if len(set(names)) > 1:
-            raise LayoutError(f"the optimizer is {names[0]} there, but {names[1]} in this job")
-        if misfit := self.rates.misfit(values):
-            raise LayoutError(misfit)
-        _require_same_scaler(values["scaler"], self.scaler)
-        if (extra := sorted(values.get("extra_state", {}))) != sorted(self.extra_state.modules):
-            raise LayoutError(f"the modules' extra state is {extra} there and "
-                              f"{sorted(self.extra_state.modules)} in this model")
-        if misfit := self.attributes.misfit(values.get("attributes", {})):
-            raise LayoutError(misfit)
-        if values["extras"].keys() != self.extras.keys():
-            raise LayoutError(f"the objects in state are "
-                              f"{sorted(values['extras'])} there and {sorted(self.extras)} in this "
-                              f"job")
-
     def room(self, header: bytes, payload_bytes: int) -> Packed:
         """Return memory for the values that a header describes, to be filled, unpacked and loaded
         once they are whole.
@@ -263,7 +237,7 @@ class LiveState:
         values = unpack(replace(outlined, classes=self.classes))
         check_kinds(values)
         values, mine = with_plain_names(values), self.parameters.named()
-        self.fits(values)
+        require_fit(self, values)
         idle = {id(tensor): mine[name].grad for name, tensor in values["parameters"].items()}
         return Packed(header, [_memory(tensor, idle.get(id(tensor)))
                                for tensor in outlined.tensors], self.classes)
@@ -273,7 +247,7 @@ class LiveState:
         optimizer."""
         check_kinds(values)
         values = with_plain_names(values)
-        self.fits(values)
+        require_fit(self, values)
         # from here on nothing can fail but the memory
         self.parameters.load(values["parameters"], values.get("trained"))
         self.model_buffers.load(values["buffers"])
@@ -301,12 +275,41 @@ class LiveState:
         self.has_state = True
 
 
+def require_fit(state: LiveState, values: dict[str, Any]) -> None:
+    """Raise LayoutError when values are not of this job, model and optimizer."""
+    if present(values["identity"]) != state.identity:
+        raise LayoutError(f"it is of a job with {values['identity']}, but this job has "
+                          f"{state.identity}")
+    _require_same_tensors("parameters", values["parameters"], state.parameters.named())
+    _require_same_tensors("buffers", values["buffers"], state.buffers)
+    state.optimizer_values.require_fit(values["optimizer"])
+    if not 0 <= values.get("phase", 0) < state.phases:
+        raise LayoutError(f"it stands in phase {values['phase']} of a step, but a step of this "
+                          f"job has {state.phases}")
+    names = [settings["optimizer"] for settings in (values.get("settings", {}), state.settings)
+             if settings]
+    if len(set(names)) > 1:
+        raise LayoutError(f"the optimizer is {names[0]} there, but {names[1]} in this job")
+    if misfit := state.rates.misfit(values):
+        raise LayoutError(misfit)
+    _require_same_scaler(values["scaler"], state.scaler)
+    if (extra := sorted(values.get("extra_state", {}))) != sorted(state.extra_state.modules):
+        raise LayoutError(f"the modules' extra state is {extra} there and "
+                          f"{sorted(state.extra_state.modules)} in this model")
+    if misfit := state.attributes.misfit(values.get("attributes", {})):
+        raise LayoutError(misfit)
+    if values["extras"].keys() != state.extras.keys():
+        raise LayoutError(f"the objects in state are "
+                          f"{sorted(values['extras'])} there and {sorted(state.extras)} in this "
+                          f"job")
+
+
 def _require_same_tensors(kind: str, theirs: dict[str, torch.Tensor],
                           mine: dict[str, Any]) -> None:
     """Raise LayoutError if names, shapes or types differ."""
     if theirs.keys() != mine.keys():
-        odd = sorted(theirs.keys() ^ mine.keys())[:5]
-        raise LayoutError(f"the {kind} are not this model's: {odd} are in only one of the two")
+        wrong = sorted(theirs.keys() ^ mine.keys())[:5]
+        raise LayoutError(f"the {kind} are not this model's: {wrong} are in only one of the two")
     for name, tensor in theirs.items():
         if tensor.shape != mine[name].shape or tensor.dtype != mine[name].dtype:
             raise LayoutError(f"{name} is {tuple(tensor.shape)} {tensor.dtype} there, but "

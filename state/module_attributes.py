@@ -12,16 +12,16 @@ What always holds:
 3. A step that broke begins again with the attributes of its begin.
 4. The code of a batch may set an attribute to a value that is the same for each micro-batch of the
    step. The step ends with it, in every world. Other changes there are errors
-   (training/attributes_moved.py).
+   (training/differing.py).
 5. Sizes that follow from the batch (`self.length = len(x)`) belong to the process, as the tensors
    beside them do (`self.mask`): they are no part of the state, and nothing puts them back.
 
-Cost: all attributes are compared at a step's begin and behind each micro-batch. Measured: 0.15 µs a
+Cost: all attributes are compared at a step's begin and after each micro-batch. Measured: 0.15 µs a
 module (12 layers of a transformer: 18 µs), and 0.4 ms more where one has changed.
 
 What it does not do: follow tensors, other objects, attributes of classes, containers of more than
 MOST_VALUES values, and modules that are no part of the model. It leaves out modules that keep their
-values by get_extra_state (extra_state.py), and those that adapters follow (OF_OTHERS).
+values by get_extra_state (forward.py), and those that adapters follow (OF_OTHERS).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import torch
 from elastic_trainer.state.names import plain
 
 OWN = frozenset(vars(torch.nn.Module())) | {"_is_torch_compile"}
-"""What torch itself keeps in a module. modes.py has `training`."""
+"""What torch itself keeps in a module. forward.py has `training`."""
 OF_OTHERS = ("lightning", "pytorch_lightning", "torchmetrics")
 """The packages whose modules adapters/lightning_attributes.py and lightning_metrics.py follow."""
 BARE = torch.nn.Module.get_extra_state
@@ -60,14 +60,13 @@ def plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def attributes_put_back(model: torch.nn.Module) -> Iterator[None]:
-    """Let a block change plain attributes, and put them back behind it."""
-    places = [_Place(path, owner) for path, owner in _owners(model)]
+    """Let a block change plain attributes, and put them back after it."""
+    places = _Places([_Place(path, owner) for path, owner in _owners(model)])
     try:
         yield
     finally:
-        for place in places:
-            if not place.is_same():
-                place.reset()
+        for place in places.changed():
+            place.reset()
 
 
 def kinds_of_modules(model: torch.nn.Module) -> dict[str, str]:
@@ -89,7 +88,6 @@ class ModuleAttributes:
         self._sizes = set[str]()
         """The paths of the sizes that follow from the batch."""
         self._places = self._all_places()
-        self._watched = _Watched(self._places)
         self._is_in_flight = False
         self._checksum: int | None = None
         """That of the step's begin, if it is known."""
@@ -97,64 +95,61 @@ class ModuleAttributes:
         """What the micro-batches of the prepared step have left, where it differs from the step's
         begin."""
 
-    def _all_places(self) -> list[_Place]:
-        return [_Place(path, owner, self._sizes) for path, owner in _owners(self._model)
-                if path in self._paths]
+    def _all_places(self) -> _Places:
+        return _Places([_Place(path, owner, self._sizes) for path, owner in _owners(self._model)
+                        if path in self._paths])
 
     def leave_out(self, sizes: Iterable[str]) -> None:
         """Do not follow these attributes from now on: the batch sets them."""
         if new := set(sizes) - self._sizes:
             self._sizes |= new
-            for place in self._places:
+            for place in self._places.all:
                 place.leave_out(self._sizes)
-            self._watched, self._checksum = _Watched(self._places), None
+            self._places, self._checksum = _Places(self._places.all), None
 
     # --- a step's life ----------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Keep the attributes of the step's begin."""
         self._is_in_flight, self.after = True, {}
-        if self._watched.are_same():
+        if not (changed := self._places.changed()):
             return
-        changed = [number for number, one in enumerate(self._places) if not one.is_same()]
-        if any(self._places[number].has_other_parts() for number in changed):
+        if any(one.has_other_parts() for one in changed):
             self._places = self._all_places()
         else:
-            for number in changed:
-                self._places[number] = self._places[number].again()
-        self._watched, self._checksum = _Watched(self._places), None
+            self._places = _Places([one.again() if one in changed else one
+                                    for one in self._places.all])
+        self._checksum = None
 
     def check(self) -> None:
         """Raise RuntimeError if a module was replaced by one of another class."""
         if self._checksum is not None:
             return  # nothing has changed since this was called last
         now = kinds_of_modules(self._model)
-        if odd := [name for name, kind in self._kinds.items() if now.get(name) != kind]:
+        if bad := [name for name, kind in self._kinds.items() if now.get(name) != kind]:
             raise RuntimeError(
-                f"the module {odd[0] or 'the model'} was a {self._kinds[odd[0]]} when the trainer "
-                f"was built, and now it is {now.get(odd[0], 'gone')}. A worker that joins, or a "
+                f"the module {bad[0] or 'the model'} was a {self._kinds[bad[0]]} when the trainer "
+                f"was built, and now it is {now.get(bad[0], 'gone')}. A worker that joins, or a "
                 f"resumed run, would have the first one. Keep the module and change its "
                 f"attributes, or build both and choose between them by an attribute.")
 
     def moved(self) -> dict[str, Any]:
         """Return the attributes that have another value than at the step's begin, by path."""
-        return {} if self._watched.are_same() else {
-            f"{place.path}{name}": value for place in self._places
-            if not place.is_same() for name, value in place.moved()}
+        return {f"{place.path}{name}": value for place in self._places.changed()
+                for name, value in place.moved()}
 
     def reset(self) -> None:
         """Put the attributes of the step's begin back, if a step is in flight."""
-        for place in self._places if self._is_in_flight and not self._watched.are_same() else ():
-            if not place.is_same():
-                place.reset()
+        for place in self._places.changed() if self._is_in_flight else ():
+            place.reset()
 
     def apply(self) -> None:
         """End a step with what its micro-batches have left."""
         self.reset()
         self._write(self.after)
 
-    def end(self) -> None:
-        """Note that no step is in flight."""
+    def forget(self) -> None:
+        """Forget the step in flight."""
         self._is_in_flight, self.after = False, {}
 
     def checksum(self) -> int:
@@ -177,7 +172,7 @@ class ModuleAttributes:
     def changed_before(self) -> dict[str, Any]:
         """Return those that differed at the step's begin."""
         return self.changed() if not self._is_in_flight else self._changed(
-            (f"{place.path}{name}", value) for place in self._places
+            (f"{place.path}{name}", value) for place in self._places.all
             for name, value in place.kept())
 
     def _changed(self, values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -187,16 +182,15 @@ class ModuleAttributes:
 
     def misfit(self, changed: Mapping[str, Any]) -> str:
         """Return why these changes are not of this model; "": they are."""
-        odd = [path for path in changed if not self._owner_of(path, self._paths)[1]]
-        return (f"the attributes {odd[:5]} were changed there, but this model has no such modules"
-                if odd else "")
+        bad = [path for path in changed if not self._owner_of(path, self._paths)[1]]
+        return (f"the attributes {bad[:5]} were changed there, but this model has no such modules"
+                if bad else "")
 
     def load(self, changed: Mapping[str, Any]) -> None:
         """Take over the changes; all other attributes are as they were built."""
         others = self.changed().keys() & self.built.keys() - changed.keys()
         self._write({path: self.built[path] for path in others} | dict(changed))
         self._places, self._checksum, self.after = self._all_places(), None, {}
-        self._watched = _Watched(self._places)
 
     def in_flight(self) -> list[dict[str, Any]]:
         """Return what a successor of this process needs of the step in flight."""
@@ -294,10 +288,11 @@ class _Place:
                 _set(self.vars, name, kept[name])
 
 
-class _Watched:
+class _Places:
     """All places together, so that a comparison of all takes few calls of Python."""
 
-    def __init__(self, places: Sequence[_Place]):
+    def __init__(self, places: list[_Place]):
+        self.all = places
         self._pairs = [(one.get, one.vars) for one in places]
         self._got = [one.got for one in places]
         self._vars = [one.vars for one in places]
@@ -306,8 +301,11 @@ class _Watched:
         self._children = [one.children for one in places if one.children]
         self._rest = [one for one in places if one.containers or one.namespaces]
 
-    def are_same(self) -> bool:
-        """True if nothing has changed in any place."""
+    def changed(self) -> list[_Place]:
+        """Return those in which something has changed."""
+        return [] if self._are_same() else [one for one in self.all if not one.is_same()]
+
+    def _are_same(self) -> bool:
         try:
             return (list(map(len, self._vars)) == self._counts
                     and [get(owner) for get, owner in self._pairs] == self._got
@@ -422,7 +420,7 @@ def is_size(value: Any) -> bool:
 
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two plain values are equal. A NaN equals itself, and 1 equals 1.0, as in a
-    quick look (`_Watched`)."""
+    quick look (`_Places`)."""
     if isinstance(one, (tuple, list)):
         return (type(one) is type(other) and len(one) == len(other)
                 and all(map(is_same, one, other)))

@@ -1,11 +1,13 @@
-"""The names of parameters and buffers in the state: those of the model before torch.compile.
+"""The parameters and buffers of a model: their names in the state, and whether the parameters are
+still those of the start.
 
-torch.compile wraps a module: `0.weight` becomes `_orig_mod.0.weight` (torch/_dynamo/eval_frame.py,
-OptimizedModule). With plain names a compiled model can restore the checkpoint of one that is not
-compiled, and the reverse.
+model → here → each name in the state, a checkpoint, an export or a digest
 
 What always holds:
-1. Each name in the state, a checkpoint, an export or a digest comes from here.
+1. Names are those of the model before torch.compile, which wraps a module: `0.weight` becomes
+   `_orig_mod.0.weight` (torch/_dynamo/eval_frame.py, OptimizedModule). With plain names a compiled
+   model can restore the checkpoint of one that is not compiled, and the reverse.
+2. The set of parameters stays what it was at the start. Else no worker could join or resume.
 """
 
 from __future__ import annotations
@@ -58,17 +60,58 @@ def with_plain_names(values: dict[str, Any]) -> dict[str, Any]:
     renamed: dict[str, Any] = {kind: _renamed(values[kind]) for kind in ("parameters", "buffers")}
     renamed["optimizer"] = {
         **optimizer, "state": _renamed(optimizer["state"]),
-        "members": [[plain(name) for name in names] for names in optimizer["members"]]
-    }
+        "members": [list(map(plain, names)) for names in optimizer["members"]]}
     if "trained" in values:
-        renamed["trained"] = [plain(name) for name in values["trained"]]
-    return {
-        **values, **renamed, "aliases": {
-            plain(name): plain(own)
-            for name, own in values.get("aliases", {}).items()
-        }, "left_out": [plain(name) for name in values.get("left_out", [])]
-    }
+        renamed["trained"] = list(map(plain, values["trained"]))
+    aliases = {plain(name): plain(own) for name, own in values.get("aliases", {}).items()}
+    return {**values, **renamed, "aliases": aliases,
+            "left_out": list(map(plain, values.get("left_out", [])))}
 
 
 def _renamed(named: dict[str, Any]) -> dict[str, Any]:
     return {plain(name): value for name, value in named.items()}
+
+
+class ModelParameters:
+    """The parameters of one model, by their plain names."""
+
+    def __init__(self, model: torch.nn.Module):
+        self._model, self._modules = model, list(model.modules())
+        self._at_start = list(model.parameters())
+        self._outlined = self._outline()
+
+    def _outline(self) -> list[int]:
+        """Return numbers that change if the modules or parameters do. This takes a tenth of the
+        time of `model.parameters()`."""
+        return [id(part)
+                for module in self._modules for parts in (module._parameters, module._modules)
+                for part in parts.values()]
+
+    def check(self) -> None:
+        """Raise RuntimeError if the model has other parameters than at the start."""
+        if self._outline() == self._outlined:
+            return
+        if [*map(id, self._model.parameters())] != [*map(id, self._at_start)]:
+            own = {id(p) for p in self._at_start}
+            new = [name for name, p in self.named().items() if id(p) not in own]
+            raise RuntimeError(
+                f"the model has other parameters than at the start "
+                f"({', '.join(new[:8]) or 'some are gone or renamed'}), so no worker could join or "
+                "resume. Build all before the training, and change values in place (copy_).")
+
+    def named(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters, tied ones once."""
+        return named_parameters(self._model)
+
+    def trained(self) -> list[str]:
+        """Return the names of those that require a gradient."""
+        return [name for name, p in self.named().items() if p.requires_grad]
+
+    def load(self, values: dict[str, torch.Tensor], trained: list[str] | None) -> None:
+        """Take over values, and which of them require a gradient if that is given."""
+        parameters, wanted = self.named(), set(self.trained() if trained is None else trained)
+        with torch.no_grad():
+            for name, tensor in values.items():
+                parameters[name].copy_(tensor)
+                if parameters[name].requires_grad != (name in wanted):
+                    parameters[name].requires_grad_(name in wanted)

@@ -44,23 +44,22 @@ from elastic_trainer.state.checkpoint import (
 )
 from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
 from elastic_trainer.state.store import Store, StoreUnavailable
-from elastic_trainer.state.upload import STALLED_S, UPLOAD_S
+from elastic_trainer.state.upload import STALLED_S, UPLOAD_S, Share
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Draft:
     """A checkpoint whose parts are all in the store, and whose record is not."""
 
-    step: int
+    share: Share
     lineage: int
-    header: bytes
-    total_bytes: int
     parts: list[Part]
-    started: float
-    """When its copy began (time.monotonic)."""
-    pause_s: float
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What the record says of this state."""
+    """Those of all workers."""
+
+    @property
+    def step(self) -> int:
+        """The step of the checkpoint."""
+        return self.share.step
 
 
 @dataclass
@@ -136,7 +135,7 @@ class Publisher:
     # --- questions; any thread may ask ----------------------------------------------------------
 
     def is_busy(self) -> bool:
-        """Return whether a record is on its way, or the rubbish behind it is deleted."""
+        """Return whether a record is on its way, or unreferenced parts are deleted after it."""
         return self.thread is not None and self.thread.is_alive()
 
     def is_moving(self) -> bool:
@@ -146,7 +145,7 @@ class Publisher:
     # --- the loop's thread ----------------------------------------------------------------------
 
     def begin(self, draft: Draft) -> None:
-        """Publish a checkpoint behind the training."""
+        """Publish a checkpoint beside the training."""
         self._step, self._since = draft.step, time.monotonic()
         try:
             self.thread = threading.Thread(target=self.publish, args=(draft,), name="publisher",
@@ -162,7 +161,7 @@ class Publisher:
         if self.is_busy() and time.monotonic() - self._since > UPLOAD_S:
             self.thread = None
             self.log = CommitLog(self.store)  # the next one takes over from it
-            if self.known.newest_step < self._step:  # else only the rubbish hangs
+            if self.known.newest_step < self._step:  # else only the deletion hangs
                 self._fail(self._step,
                            f"its record was not in the commit log after {UPLOAD_S:.0f} s")
 
@@ -174,7 +173,7 @@ class Publisher:
             self.emit("state.upload_stalled", step=self._step, still_s=round(still_s, 1),
                       what="its record")
 
-    # --- behind the training --------------------------------------------------------------------
+    # --- beside the training --------------------------------------------------------------------
 
     def publish(self, draft: Draft) -> None:
         """Publish a checkpoint, and delete what no kept one needs. Never raises."""
@@ -208,15 +207,15 @@ class Publisher:
         if record.kind == "checkpoint" and record.step == draft.step:  # else it was there before
             own = (draft.lineage, draft.step)
             new = [part.bytes for part in draft.parts if age_of(part.name) == own]
-            self.emit("state.checkpoint_published", step=draft.step, bytes=draft.total_bytes,
+            self.emit("state.checkpoint_published", step=draft.step, bytes=draft.share.total_bytes,
                       record=record.sequence, lineage=draft.lineage, parts=len(draft.parts),
-                      pause_s=round(draft.pause_s, 5), uploaded_bytes=sum(new),
-                      duration_s=round(time.monotonic() - draft.started, 4))
+                      pause_s=round(draft.share.pause_s, 5), uploaded_bytes=sum(new),
+                      duration_s=round(time.monotonic() - draft.share.started, 4))
         return record
 
     def _tidy_up(self, log: CommitLog, record: Record, step: int) -> None:
         try:
-            collect_rubbish(self.store, record, self._names_of)
+            delete_unreferenced(self.store, record, self._names_of)
             log.compact(record)
         except (StoreUnavailable, FileNotFoundError) as error:  # the checkpoint stands
             self.emit("state.rubbish_kept", step=step, error=str(error))
@@ -267,10 +266,10 @@ class Publisher:
     def _body(self, draft: Draft) -> dict[str, Any]:
         part_bytes = self.plan.part_bytes
         entries = [asdict(part) | {"start": part.index * part_bytes} for part in draft.parts]
-        return {"header": draft.header.decode(),
-                "header_sha256": hashlib.sha256(draft.header).hexdigest(),
-                "bytes": draft.total_bytes, "part_bytes": part_bytes, "parts": entries,
-                "time": time.time(), **self.facts, **draft.facts}
+        return {"header": draft.share.header.decode(),
+                "header_sha256": hashlib.sha256(draft.share.header).hexdigest(),
+                "bytes": draft.share.total_bytes, "part_bytes": part_bytes, "parts": entries,
+                "time": time.time(), **self.facts, **draft.share.facts}
 
     def _known_of(self, sequence: int) -> Kept | None:
         """Return what `_kept_of` does; no names for a record that cannot be read now.
@@ -298,8 +297,8 @@ class Publisher:
         return self.kept[sequence]
 
 
-def collect_rubbish(store: Store, newest: Record,
-                    names: Callable[[int], frozenset[str] | None]) -> list[str]:
+def delete_unreferenced(store: Store, newest: Record,
+                        names: Callable[[int], frozenset[str] | None]) -> list[str]:
     """Delete the parts that no kept checkpoint names and no later one can; returns their names.
 
     `newest` is the last record that the caller has published, or the tail of the log.
@@ -309,7 +308,8 @@ def collect_rubbish(store: Store, newest: Record,
         return []  # a kept record is damaged: the next checkpoint keeps it no longer
     kept: frozenset[str] = frozenset().union(*(found for found in known if found))
     limit = (newest.lineage, newest.step)
-    rubbish = [name for name in store.list(PARTS) if name not in kept and age_of(name) <= limit]
-    if rubbish:
-        store.delete(rubbish)
-    return rubbish
+    unreferenced = [name for name in store.list(PARTS)
+                    if name not in kept and age_of(name) <= limit]
+    if unreferenced:
+        store.delete(unreferenced)
+    return unreferenced

@@ -37,14 +37,7 @@ from tenacity import (
     wait_exponential,
 )
 
-from elastic_trainer.state.checkpoint import (
-    CONNECTIONS,
-    Emit,
-    Part,
-    Peers,
-    header_of,
-    parts_of,
-)
+from elastic_trainer.state.checkpoint import CONNECTIONS, Emit, Part, Peers, header_of, parts_of
 from elastic_trainer.state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Record
 from elastic_trainer.state.layout import LayoutError, Packed, fill_range, unpack
 from elastic_trainer.state.live_state import LiveState
@@ -374,7 +367,7 @@ def withdraw(log: CommitLog, lineage: int, newest: int) -> tuple[int, list[int]]
     Returns the step of the newest one that is left, and the steps that were withdrawn. 0: there was
     no checkpoint. -1: none would be left, and none was withdrawn. Raises Fenced, StoreUnavailable.
     """
-    kept = log.take_over(lineage).kept  # behind records that this worker does not know
+    kept = log.take_over(lineage).kept  # after records that this worker does not know
     if not kept:
         return 0, []
     left = max((step for step in kept.values() if step <= newest), default=-1)

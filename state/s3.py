@@ -66,7 +66,7 @@ REMEDIES = {
     "ExpiredToken": "Renew the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
     "RequestTimeTooSkewed": "Set this host's clock: it is more than 15 minutes off",
     "NotImplemented": "Use an endpoint that has conditional PUT (If-None-Match)",
-    "InvalidArgument": "Correct the settings behind the ? of --store",
+    "InvalidArgument": "Correct the settings after the ? of --store",
     "PermanentRedirect": "Set AWS_DEFAULT_REGION to the bucket's region",
     "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it "
            "(deploy/terraform/fleet/iam.tf)",
@@ -103,9 +103,9 @@ class S3Store:
         self.bucket, self.prefix = parts.netloc, parts.path.strip("/")
         self.where = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
         settings = dict(parse_qsl(parts.query, keep_blank_values=True))
-        odd = settings.keys() - set(PASSED_THROUGH)
-        if not self.bucket or odd or parts.fragment:
-            wrong = (f"has settings that are not passed through ({', '.join(sorted(odd))})" if odd
+        bad = settings.keys() - set(PASSED_THROUGH)
+        if not self.bucket or bad or parts.fragment:
+            wrong = (f"has settings that are not passed through ({', '.join(sorted(bad))})" if bad
                      else "has a fragment (#)" if parts.fragment else "has no bucket")
             raise StoreRefused(f"{url} {wrong}. Use s3://bucket/prefix?NAME=VALUE with NAME of "
                                f"{', '.join(PASSED_THROUGH)}.")

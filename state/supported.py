@@ -41,7 +41,7 @@ def parameters_stay(names: Iterable[str]) -> str:
     return (
         f"the loss (or forward, or a hook) has changed the parameters {some(names)} itself. "
         "Workers compute different micro-batches, so their weights would differ. The trainer "
-        "steps the optimizer. Change weights behind the inner loop (with train(): in after_step), "
+        "steps the optimizer. Change weights after the inner loop (with train(): in after_step), "
         "and leave max_norm of embeddings out.")
 
 

@@ -1,16 +1,21 @@
-"""The upload: threads send this worker's share of a checkpoint to the store, behind the training.
+"""One worker's share of a checkpoint: one copy of it, and its upload beside the training.
 
-snapshot → here → store; the vote → collect (checkpoints.py)
+live_state → SnapshotMemory (the only pause) → Upload (threads) → store; the vote → collect
+(checkpoints.py)
 
 What always holds:
-1. The name of a part holds its lineage, its step and the SHA-256 of its bytes, so a name never gets
+1. The share of worker r of n is the parts r, r+n, … of the payload. All workers together hold each
+   part once.
+2. One share is in flight at most, in the memory of one share. `is_busy` is True while a thread can
+   still read that memory, also for a share that was dropped. It is not written again before.
+3. New memory costs more than the copy: with 1 GB, 4 workers and 2 cores the first pause was 1.7 s
+   and the later ones 0.08 s. So a thread makes the memory beside the training (`prepare`).
+4. The name of a part holds its lineage, its step and the SHA-256 of its bytes, so a name never gets
    other bytes. A part that the newest published checkpoint has too is not sent again: the record
    names the old one.
-2. One share is in flight at most, in the memory of one share. `is_busy` is True while a thread can
-   still read that memory, also for a share that was dropped.
-3. A share that fails, stalls or hangs never ends the training. `Share.error` holds the reason, the
+5. A share that fails, stalls or hangs never ends the training. `Share.error` holds the reason, the
    vote informs the other workers, and a stall is emitted once.
-4. With few cores an uploader rests after each part for as long as the part took. The training then
+6. With few cores an uploader rests after each part for as long as the part took. The training then
    loses the same time in all, and less in each step. It rests only while it is ahead of its plan,
    and no longer when a worker waits for the share (`hurry`).
 """
@@ -22,42 +27,36 @@ import os
 import queue
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.state.checkpoint import CONNECTIONS, Emit, Part, name_of
-from elastic_trainer.state.snapshot import Snapshot
+from elastic_trainer.state.layout import Packed, copy_range
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import Store
-
-UPLOAD_S = 900.0
-"""A share has failed when none of its parts was uploaded for this time: the file system of a folder
-can hang without an error. So has a record."""
-STALLED_S, SLOWEST = 5.0, 1 << 20
-"""A share is stalled when none of its parts was uploaded for STALLED_S, and for the time that the
-parts on their way take at SLOWEST bytes a second: a slow network is no stall. A record is stalled
-after STALLED_S."""
-CORES = len(os.sched_getaffinity(0))
-UPLOADS = min(CONNECTIONS, max(1, CORES // 2))
-"""How many parts one worker sends at once. More would take cores from the training."""
-LONGEST_REST_S = 10.0
-"""Far below UPLOAD_S."""
-OTHERS_COPY_S = 1.0
-"""An upload begins at the next vote, or this time after the copy. The other workers of the host may
-still copy their shares, and all wait for the last one: where uploads began at once, the pause was
-2.0 bare copies (4 workers on 2 cores)."""
 
 
 @dataclass
 class Share:
-    """One worker's parts of a checkpoint, on their way to the store."""
+    """One worker's parts of a checkpoint: copied, and on their way to the store."""
 
-    snapshot: Snapshot
+    step: int
     started: float
     """When the copy began (time.monotonic)."""
     moved: float
     """When one of its parts was uploaded last, or begun after a rest."""
+    header: bytes = b""
+    total_bytes: int = 0
+    """The payload of all workers together."""
+    count: int = 0
+    """The parts of all workers together."""
+    pieces: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Part number → its bytes, in the memory that is used again."""
     pause_s: float = 0.0
     """How long the copy took."""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -75,11 +74,6 @@ class Share:
     is_urgent: threading.Event = field(default_factory=threading.Event)
     """A worker waits for it, so its uploaders do not rest."""
 
-    @property
-    def step(self) -> int:
-        """The step of the checkpoint."""
-        return self.snapshot.step
-
     def left(self) -> int:
         """Return the number of parts that are not in the store yet."""
         return self.parts - len(self.done)
@@ -87,6 +81,101 @@ class Share:
     def is_up(self) -> bool:
         """Return whether all of its parts are in the store."""
         return not self.left()
+
+
+class SnapshotMemory:
+    """The memory of this worker's share."""
+
+    def __init__(self, part_bytes: int):
+        self.part_bytes = part_bytes
+        self.room = torch.empty(0, dtype=torch.uint8)
+        self.coming: Future[torch.Tensor] | None = None
+        """Room for the next share, made beside the training."""
+
+    def prepare(self, state: LiveState, size: int) -> None:
+        """Make room for the next share beside the training, in a world of this size.
+
+        To be called after a step: the optimizer has its state then. If it fails, `copy` makes the
+        room itself, or raises what is wrong.
+        """
+        try:
+            need = self.share_bytes(state.packed().payload_bytes, size)
+            if not _fits(self.room, need):
+                maker = ThreadPoolExecutor(1, "room")
+                device = torch.cuda.current_device() if torch.cuda.is_available() else None
+                self.coming = maker.submit(_made_behind, need, device)
+                maker.shutdown(wait=False)
+        except Exception:  # no thread, or a value that cannot be kept
+            self.coming = None
+
+    def share_bytes(self, total: int, size: int) -> int:
+        """Return the number of bytes that a worker's share has at most."""
+        count = -(-total // self.part_bytes)
+        return min(total, -(-count // size) * self.part_bytes)
+
+    def copy(self, packed: Packed, share: Share, rank: int, size: int) -> None:
+        """Copy my share of the state after a step. Raises MemoryError, RuntimeError."""
+        cuts = range(0, packed.payload_bytes, self.part_bytes)
+        share.header, share.total_bytes, share.count = (
+            packed.header, packed.payload_bytes, len(cuts))
+        self._make_room(self.share_bytes(packed.payload_bytes, size))
+        at = 0
+        for index, start in list(enumerate(cuts))[rank::size]:
+            stop = min(start + self.part_bytes, packed.payload_bytes)
+            share.pieces[index] = self.room[at : at + stop - start]
+            copy_range(packed, start, stop, share.pieces[index])
+            at += stop - start
+        _await_copies(packed)
+        share.parts = len(share.pieces)
+
+    def _make_room(self, need: int) -> None:
+        coming, self.coming = self.coming, None
+        if _fits(self.room, need):
+            return
+        self.room = torch.empty(0, dtype=torch.uint8)  # never the old and the new one at once
+        is_made = coming is not None and coming.done() and coming.exception() is None
+        made = coming.result() if coming and is_made else None
+        self.room = made if made is not None and _fits(made, need) else _new_room(need)
+
+
+def _await_copies(packed: Packed) -> None:
+    """Wait for the copies to pinned memory. Each device has a queue of copies of its own."""
+    for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
+def _fits(room: torch.Tensor, need: int) -> bool:
+    """Return whether room is enough, and is not that of a checkpoint that a worker made alone."""
+    return need <= room.numel() <= 2 * need
+
+
+def _new_room(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def _made_behind(size: int, device: int | None) -> torch.Tensor:
+    yield_processor()
+    if device is not None:
+        torch.cuda.set_device(device)  # else this thread would make a context on the first one
+    return _new_room(size).zero_()
+
+
+UPLOAD_S = 900.0
+"""A share has failed when none of its parts was uploaded for this time: the file system of a folder
+can hang without an error. So has a record."""
+STALLED_S, SLOWEST = 5.0, 1 << 20
+"""A share is stalled when none of its parts was uploaded for STALLED_S, and for the time that the
+parts on their way take at SLOWEST bytes a second: a slow network is no stall. A record is stalled
+after STALLED_S."""
+CORES = len(os.sched_getaffinity(0))
+UPLOADS = min(CONNECTIONS, max(1, CORES // 2))
+"""How many parts one worker sends at once. More would take cores from the training."""
+LONGEST_REST_S = 10.0
+"""Far below UPLOAD_S."""
+OTHERS_COPY_S = 1.0
+"""An upload begins at the next vote, or this time after the copy. The other workers of the host may
+still copy their shares, and all wait for the last one: where uploads began at once, the pause was
+2.0 bare copies (4 workers on 2 cores)."""
 
 
 class Upload:
@@ -117,9 +206,9 @@ class Upload:
     # --- the loop's thread ----------------------------------------------------------------------
 
     def begin(self, share: Share, lineage: int, base: dict[int, Part]) -> None:
-        """Send a share behind the training. Parts that `base` has too are not sent."""
+        """Send a share beside the training. Parts that `base` has too are not sent."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for index in share.snapshot.pieces:
+        for index in share.pieces:
             waiting.put(index)
         self.threads = [
             threading.Thread(target=self.send, args=(share, waiting, lineage, base),
@@ -158,11 +247,11 @@ class Upload:
         assert self.share
         share, self.share = self.share, None
         share.is_urgent.set()  # an uploader that rests has nothing to wait for any more
-        share.snapshot.pieces.clear()  # the memory may be replaced before the record stands
+        share.pieces.clear()  # the memory may be replaced before the record stands
         return share
 
     def drop(self) -> Share | None:
-        """Forget the share in flight. What is in the store of it is rubbish (publish.py)."""
+        """Forget the share in flight. What is in the store of it is unreferenced (publish.py)."""
         share, self.share = self.share, None
         if share:
             share.is_dropped = True
@@ -170,7 +259,7 @@ class Upload:
             share.is_urgent.set()
         return share
 
-    # --- behind the training --------------------------------------------------------------------
+    # --- beside the training --------------------------------------------------------------------
 
     def send(self, share: Share, waiting: queue.SimpleQueue[int], lineage: int,
              base: dict[int, Part]) -> None:
@@ -191,7 +280,7 @@ class Upload:
 
     def _send_part(self, share: Share, index: int, lineage: int, base: dict[int, Part]) -> bool:
         """Send a part; returns False if the store has it already."""
-        piece = share.snapshot.pieces[index].numpy().data
+        piece = share.pieces[index].numpy().data
         digest = hashlib.sha256(piece).hexdigest()
         part, old = Part(index, "", len(piece), digest), base.get(index)
         is_known = old is not None and (old.sha256, old.bytes) == (digest, len(piece))

@@ -11,8 +11,7 @@ import pytest
 import torch
 from cluster import Cluster
 
-from elastic_trainer.training import probe
-from elastic_trainer.training.determinism import choose_kernels
+from elastic_trainer.training.determinism import choose_kernels, probe_facts, probe_program
 from elastic_trainer.world.arithmetic import (
     Arithmetic,
     advice,
@@ -65,9 +64,9 @@ def test_a_fixed_program_has_the_same_bits_each_time() -> None:
     choose_kernels()  # as an import of `train` does
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    assert probe.program(torch.device("cpu")) == probe.program(torch.device("cpu"))
+    assert probe_program(torch.device("cpu")) == probe_program(torch.device("cpu"))
     assert torch.equal(torch.get_rng_state(), before)
-    facts = dict(probe.facts(torch.device("cpu")))
+    facts = dict(probe_facts(torch.device("cpu")))
     assert facts.keys() == {"cpu", "instructions", "torch", "blas", "threads"}
     assert all(facts.values())
 

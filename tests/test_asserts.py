@@ -20,7 +20,7 @@ from test_loop import DATA, built, mse, sgd
 import elastic_trainer
 from elastic_trainer import Trainer
 from elastic_trainer.config import EXIT_UNSAVED, ConfigError
-from elastic_trainer.reduce.counts import LARGEST
+from elastic_trainer.reduce.flat import LARGEST
 from elastic_trainer.state.names import named_parameters
 
 FOLDER = Path(elastic_trainer.__file__).parent

@@ -29,7 +29,7 @@ def bits(model: Model) -> list[bytes]:
 
 
 def run(model: Model, **options: Any) -> tuple[str, list[bytes], list[Any]]:
-    """Train, and evaluate the averaged weights behind each step that has some."""
+    """Train, and evaluate the averaged weights after each step that has some."""
     torch.manual_seed(0)
     trainer, seen = trainer_of(model, **options), []
     for step in trainer:
@@ -78,7 +78,7 @@ def test_the_average_has_the_same_bits_in_every_world(
 
 def test_the_average_has_the_same_bits_when_the_generation_breaks_while_it_is_shown(
         monkeypatch: pytest.MonkeyPatch) -> None:
-    """The moves of the evaluation see the trained values, so a newcomer receives those."""
+    """The stages of the evaluation see the trained values, so a newcomer receives those."""
     alone, models = run(model_of(), ema=0.9), [model_of() for _ in range(3)]
     fired = breaking_gathers(monkeypatch, 1, 2)
     ended = in_a_breaking_world(monkeypatch, 3, lambda rank: run(models[rank], ema=0.9))

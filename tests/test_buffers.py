@@ -106,7 +106,7 @@ def test_a_buffer_that_changes_in_a_later_step_is_an_error_there(
         return str(raised.value)
 
     (told,) = set(in_a_breaking_world(monkeypatch, size, work))
-    assert "changed the buffers 0.steps," in told and "behind the inner loop" in told
+    assert "changed the buffers 0.steps," in told and "after the inner loop" in told
     assert max(steps) == 1
 
 
@@ -144,7 +144,7 @@ def test_a_rule_that_cannot_be_used_is_refused(model: Callable[[], Model], rules
 def test_a_buffer_that_changes_behind_backward_is_an_error(replaces: bool) -> None:
     """The step has taken its value there. It was lost in silence."""
     model = built(torch.nn.BatchNorm1d(8))
-    with pytest.raises(RuntimeError, match=r"2\.\w+ was changed behind step\.backward\(\)"):
+    with pytest.raises(RuntimeError, match=r"2\.\w+ was changed after step\.backward\(\)"):
         for step in trainer_of(model, min_microbatch_samples=2):
             for batch in step:
                 step.backward(mse(model, batch))

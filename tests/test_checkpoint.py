@@ -183,7 +183,7 @@ def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
         worker.wait()
     shares = [{entry["index"]
                for entry in json.loads(worker.parts_up())["parts"]} for worker in fleet.workers]
-    count = share.snapshot.count if (share := fleet.workers[0].upload.share) else 0
+    count = share.count if (share := fleet.workers[0].upload.share) else 0
     assert sorted(index for share in shares for index in share) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
@@ -211,7 +211,7 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path,
             worker.wait()
     for thread in uploaders:
         thread.join(60)
-    assert len(share.done) == len(share.snapshot.pieces) == len(files(tmp_path, PARTS))
+    assert len(share.done) == len(share.pieces) == len(files(tmp_path, PARTS))
 
 
 @pytest.mark.parametrize("by", ["hurry", "wait", "drop", "go_on_alone"])
@@ -230,7 +230,7 @@ def test_an_upload_rests_until_a_worker_waits_for_it(tmp_path: Path,
     (worker,), (state,) = fleet.workers, fleet.states
     worker.begin(state, 0, 1)
     share, [uploader] = worker.upload.share, worker.upload.threads
-    assert share and len(share.snapshot.pieces) > 2
+    assert share and len(share.pieces) > 2
     ticked(worker)
     wait_for("rest", lambda: rested, 60)
     uploader.join(0.3)
@@ -246,7 +246,7 @@ def test_an_upload_rests_until_a_worker_waits_for_it(tmp_path: Path,
             worker.go_on_alone(state)
     uploader.join(60)
     assert not uploader.is_alive()
-    assert len(share.done) == (1 if by == "drop" else len(share.snapshot.pieces))
+    assert len(share.done) == (1 if by == "drop" else len(share.pieces))
     assert len(rested) == len(share.done) - (by != "drop")
 
 
@@ -689,8 +689,8 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(
     (worker,), (state,) = fleet.workers, fleet.states
     worker.begin(state, 0, 1)
     share = worker.upload.share
-    assert share and len(share.snapshot.pieces) > 3
-    for count in range(1, len(share.snapshot.pieces) + 1):
+    assert share and len(share.pieces) > 3
+    for count in range(1, len(share.pieces) + 1):
         share.started -= 31.0
         share.moved -= 31.0
         Slow.turns.release()

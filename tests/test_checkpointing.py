@@ -19,7 +19,6 @@ from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import PARTS, Part, Plan
-from elastic_trainer.state.snapshot import Snapshot
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
 from elastic_trainer.state.upload import Share
 from elastic_trainer.training.checkpointing import (
@@ -64,12 +63,7 @@ def decided(*,
 
 
 def share_of(parts: int, done: int, error: str = "") -> Share:
-    return Share(Snapshot(1),
-                 started=0.0,
-                 moved=0.0,
-                 parts=parts,
-                 error=error,
-                 done=[Part(0, "", 0, "")] * done)
+    return Share(1, 0.0, 0.0, parts=parts, error=error, done=[Part(0, "", 0, "")] * done)
 
 
 @pytest.mark.parametrize(("share", "is_publishing", "phase"),

@@ -47,7 +47,6 @@ from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Fenced, Record
 from elastic_trainer.state.layout import LayoutError, Packed, outline, pack
 from elastic_trainer.state.publish import Draft, Publisher
-from elastic_trainer.state.snapshot import Snapshot
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
 from elastic_trainer.state.upload import Share
 
@@ -452,8 +451,7 @@ def collected(me: Checkpoints, share: Share, lineage: int) -> Draft:
                    key=lambda p: p.index)
     me.known.take(parts, share.step)
     me.upload.share = None
-    return Draft(step=share.step, lineage=lineage, header=share.snapshot.header, parts=parts,
-                 started=0.0, pause_s=0.0, total_bytes=share.snapshot.total_bytes)
+    return Draft(share, lineage, parts)
 
 
 def publish(me: Checkpoints, draft: Draft, world: World, name: str) -> None:
@@ -475,9 +473,8 @@ def begin(me: Checkpoints, state: State) -> Any:
     """Take the snapshot without a thread."""
     packed = state.packed()
     data = torch.cat([t.reshape(-1).view(torch.uint8) for t in packed.tensors])
-    snapshot = Snapshot(state.committed, packed.header, packed.payload_bytes, 2,
-                        {0: data[:8], 1: data[8:16]})
-    share = Share(snapshot, started=0.0, moved=0.0, parts=2)
+    share = Share(state.committed, 0.0, 0.0, packed.header, packed.payload_bytes, count=2, parts=2,
+                  pieces={0: data[:8], 1: data[8:16]})
     me.upload.share = share
     return share
 
@@ -487,7 +484,7 @@ def upload(me: Checkpoints, share: Any, state: State) -> None:
     import queue
 
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for index in share.snapshot.pieces:
+    for index in share.pieces:
         waiting.put(index)
     me.upload.send(share, waiting, state.lineage, me.known.reusable())
 
@@ -585,12 +582,12 @@ def record_before_parts(patch: pytest.MonkeyPatch) -> None:
 
 def eager_collection(patch: pytest.MonkeyPatch) -> None:
     """Delete all that is not kept, however young."""
-    kept = publish_module.collect_rubbish
+    kept = publish_module.delete_unreferenced
 
-    def collect_rubbish(store: Any, newest: Record, names_of: Any) -> list[str]:
+    def delete_unreferenced(store: Any, newest: Record, names_of: Any) -> list[str]:
         return kept(store, replace(newest, lineage=10**9), names_of)
 
-    patch.setattr(publish_module, "collect_rubbish", collect_rubbish)
+    patch.setattr(publish_module, "delete_unreferenced", delete_unreferenced)
 
 
 def remembered_names(patch: pytest.MonkeyPatch) -> None:

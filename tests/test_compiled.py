@@ -19,9 +19,16 @@ from elastic_trainer import Trainer, train
 from elastic_trainer.__main__ import main
 from elastic_trainer.state.layout import byte_ranges, decode, pack
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.training import compiled
+from elastic_trainer.training.determinism import (
+    COMPILER_EXACT,
+    advise_on_shapes,
+    choose_settings,
+    compiled_programs,
+    compiler_settings,
+    expect_exact,
+    set_compiler,
+)
 from elastic_trainer.training.job import Result
-from elastic_trainer.training.worker import choose_settings, expect_exact
 
 DATA = TensorDataset(torch.randn(24, 5, generator=torch.Generator().manual_seed(1)),
                      torch.randn(24, 3, generator=torch.Generator().manual_seed(2)))
@@ -194,13 +201,13 @@ def compiled_run(*before: int) -> str:
     fast: Any = torch.compile(model)
     trainer = Trainer(fast, torch.optim.SGD(model.parameters(), lr=0.1), NUMBERS, global_batch=33,
                       microbatches=2, until="2 epochs", seed=3, precision="bf16", progress=False)
-    programs = compiled.programs()
+    programs = compiled_programs()
     for step in trainer:
         for x, y in step:
             step.backward(torch.nn.functional.mse_loss(fast(x), y))
             if step.is_tried:
-                programs = compiled.programs()
-    assert compiled.programs() == programs  # the warm-up has compiled both sizes
+                programs = compiled_programs()
+    assert compiled_programs() == programs  # the warm-up has compiled both sizes
     return trainer.result.weights_sha256
 
 
@@ -233,17 +240,17 @@ def test_each_shape_is_compiled_for_itself_and_too_many_are_an_error_with_the_re
                     torch.nn.functional.mse_loss(fast(x[:, :, : 1 + step.number % 9]), y))
     assert step.number == 8 and len(seen) == 8
     assert all(type(size) is int for shapes in seen for shape in shapes for size in shape)
-    compiled.advise(raised.value)
+    advise_on_shapes(raised.value)
     assert "dynamic=True" in "".join(traceback.format_exception(raised.value))
 
 
 def test_ring_keeps_the_users_settings_of_the_compiler() -> None:
     """Also after a warm-up for `exact`, which a standby makes."""
-    user = compiled.current()
+    user = compiler_settings()
     expect_exact("cpu", None)
-    assert compiled.current() == compiled.EXACT
+    assert compiler_settings() == COMPILER_EXACT
     choose_settings("cpu", "ring", user)
-    assert compiled.current() == user
+    assert compiler_settings() == user
     choose_settings("cpu", "exact", user)
-    assert compiled.current() == compiled.EXACT
-    compiled.apply(user)
+    assert compiler_settings() == COMPILER_EXACT
+    set_compiler(user)

@@ -22,11 +22,11 @@ from test_checkpoint import Fleet
 from test_state import payload, trained
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.state import checkpoint, commit_log, kinds, layout
+from elastic_trainer.state import checkpoint, commit_log, layout, received
 from elastic_trainer.state.checkpoint import parts_of
 from elastic_trainer.state.commit_log import LAST, CommitLog, Damaged, Record
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline, pack, unpack
-from elastic_trainer.state.publish import collect_rubbish
+from elastic_trainer.state.publish import delete_unreferenced
 from elastic_trainer.state.store import FolderStore, checked
 
 MOST_BYTES = 8 << 20
@@ -251,7 +251,7 @@ def test_a_forged_header_is_loaded_or_refused(data: st.DataObject) -> None:
     taker.load(unpack(room))
 
 
-@pytest.mark.parametrize("name", kinds.OPTIONAL)
+@pytest.mark.parametrize("name", received.OPTIONAL)
 def test_a_state_is_loaded_without_what_version_0_1_has_not_written(name: str) -> None:
     """To its end: half a state would be neither the old nor the new one."""
     taker, giver = trained(0), trained()
@@ -404,7 +404,7 @@ def test_garbage_collection_goes_on_whatever_is_listed(ours: set[str], foreign: 
     store = Listed([*ours, *foreign])
     newest = Record(sequence=9, kind="checkpoint", lineage=10, step=10)
     old = {name for name in ours if (int(name[6:18]), int(name[19:31])) <= (10, 10)}
-    deleted = collect_rubbish(store, newest, lambda sequence: frozenset())  # type: ignore[arg-type]
+    deleted = delete_unreferenced(store, newest, lambda sequence: frozenset())  # type: ignore[arg-type]
     assert old <= set(deleted)
     assert not any(name in store.names for name in old)
     assert all(int(name[6:18]) <= 10 for name in deleted)

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from elastic_trainer.examples import gpt
-from elastic_trainer.training import probe
+from elastic_trainer.training.determinism import probe_facts, probe_program
 
 WEIGHTS = {
     10: "531626acd00f958cad3f3c54faf5a332a0a2e95eb994473f842b1e9dabd53e89",
@@ -37,7 +37,7 @@ MADE_WITH: dict[str, Any] = {
     "torch": "2.13.0+cpu",
     "blas": "Intel(R) oneAPI Math Kernel Library Version 2024.2-Product, MKL-DNN v3.12.0, mkl",
     "program": 2093764805, "source": 3627583983}
-"""probe.facts and probe.program of the machine that made the hashes, and the CRC-32 of the
+"""probe.facts and probe_program of the machine that made the hashes, and the CRC-32 of the
 source."""
 
 
@@ -47,7 +47,7 @@ def made_with() -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         cpu = torch.device("cpu")
-        return {**dict(probe.facts(cpu)), "program": probe.program(cpu),
+        return {**dict(probe_facts(cpu)), "program": probe_program(cpu),
                 "source": zlib.crc32(gpt.standard_library())}
     finally:
         torch.set_num_threads(threads)

@@ -36,7 +36,7 @@ def model_of(*more: Model) -> Model:
 
 
 def run(model: Model, fn: Any = found, **more: Any) -> tuple[str, list[dict[str, float]]]:
-    """Train, and evaluate twice behind each step."""
+    """Train, and evaluate twice after each step."""
     torch.manual_seed(0)
     trainer, seen = trainer_of(model, **more), []
     for step in trainer:
@@ -87,7 +87,7 @@ def test_the_numbers_are_those_of_one_worker_when_the_generation_breaks_in_an_ev
 @pytest.mark.parametrize("point", ["step.voted", "step.applied"])
 def test_the_numbers_are_those_of_one_worker_when_the_generation_breaks_before_an_evaluation(
         point: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of one worker has not run behind the step, and that of the others waits for it."""
+    """The code of one worker has not run after the step, and that of the others waits for it."""
     alone, models = run(model_of()), [model_of() for _ in range(4)]
     ended = in_a_breaking_world(
         monkeypatch, 4,
@@ -238,5 +238,5 @@ def test_the_run_ends_with_an_error_when_one_worker_alone_evaluates(tmp_path: Pa
     with Cluster(tmp_path, hosts=2, job=job, limits=f"{PATIENT},stuck_s=3") as cluster:
         assert cluster.finish() == EXIT_USER_ERROR
         errors = [e["error"] for e in cluster.events("worker.failed")]
-        assert any("called evaluate() behind step 9, and another worker has not" in error
+        assert any("called evaluate() after step 9, and another worker has not" in error
                    for error in errors), cluster.story()

@@ -23,7 +23,7 @@ from test_same_bits import LATE, clamp, thaw, thawed
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.job import Result
 from elastic_trainer.world.place import Driver
@@ -80,7 +80,7 @@ def test_a_hook_that_changes_a_gradient_on_its_way_is_an_error(
                       loss=loss)
 
     with pytest.raises(RuntimeError,
-                       match='a hook, or code behind.*has changed .grad.*reduce="exact"'):
+                       match='a hook, or code after.*has changed .grad.*reduce="exact"'):
         in_a_world(2, lambda rank: job(**make()), "ring")
     everywhere(make)
 
@@ -136,12 +136,12 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
         return trainer
 
     first = until_the_vote(thawed_after(0))
-    path = first.successor.leave()
+    path = first.after_step.leave()
     made = thawed_after(0)
     launch = Launch(revived_from=path)
     second = Trainer(job(**made), launch, Driver(), Events(None, attempt=1), "exact", Sending())
     second.do(second.warm_up.run(is_exact=True))
-    assert second.successor.take_up(path)
+    assert second.after_step.take_up(path)
     for trainer in (first, second):
         trainer.end.apply(8, 0)
     assert all(

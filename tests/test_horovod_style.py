@@ -26,7 +26,7 @@ from elastic_trainer.horovod_style.watch import mistake_of
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.layout import unpack
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.store import open_store
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.transfer import Transfer
 
@@ -236,8 +236,8 @@ def test_a_checkpoint_is_rank_zeros(tmp_path: Path) -> None:
         checkpoints.wait()
         shares.append(share)
         assert checkpoints.progress() == (True, False)
-    assert len(shares[0].snapshot.pieces) == shares[0].snapshot.count > 3
-    assert [len(share.snapshot.pieces) for share in shares[1:]] == [0, 0]
+    assert len(shares[0].pieces) == shares[0].count > 3
+    assert [len(share.pieces) for share in shares[1:]] == [0, 0]
 
 
 # --- without our launcher -------------------------------------------------------------------------

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 # --- before this worker has joined ----------------------------------------------------------------
 
 def test_a_step_has_its_number_when_it_is_handed_in(run_dir: Path) -> None:
-    """A resumed worker tries its loop with number 0, and does step 3 with number 3. The code behind
+    """A resumed worker tries its loop with number 0, and does step 3 with number 3. The code after
     the inner loop runs for no batch that is only tried."""
     model = built()
     trained(model, until="3 steps", run_dir=run_dir, checkpoint_every=1)
@@ -154,7 +154,7 @@ def test_a_wish_to_stop_is_forgotten_when_the_run_goes_back(
 
 
 def test_the_clock_of_the_intervals_counts_all_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Micro-batches, vote, apply, and the code behind the inner loop. A ballot has the time at
+    """Micro-batches, vote, apply, and the code after the inner loop. A ballot has the time at
     which it was made: 20 s after the start in step 0, and each step takes 40 s."""
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
@@ -261,7 +261,7 @@ def test_a_successor_sees_what_the_step_in_flight_has_found(
 
     def end(event: str, facts: dict[str, Any]) -> None:
         if (event, facts.get("step")) == (point, 2):
-            memory = made[-1]._worker.loop.successor.leave()
+            memory = made[-1]._worker.loop.after_step.leave()
             monkeypatch.setenv("ELASTIC_TRAINER_REVIVED_FROM", str(memory))
             raise SystemExit
 

@@ -27,8 +27,8 @@ FOR_A_DEBUGGER = "silence_s=600,gloo_s=600,stuck_s=600"
 
 
 def test_no_step_is_lost_when_the_loop_is_left_by_break(tmp_path: Path, twin_of: Twin) -> None:
-    """One worker leaves it behind step 12, as a condition on one host may have it: it stops the run
-    on all, as a signal does. All leave it behind step 24. Each time the run stops with a checkpoint
+    """One worker leaves it after step 12, as a condition on one host may have it: it stops the run
+    on all, as a signal does. All leave it after step 24. Each time the run stops with a checkpoint
     of that step, and the same command has the twin's bits in the end."""
     job = (*LOOP, "--checkpoint-every", "100")
     only = ("--break-on", host(2))

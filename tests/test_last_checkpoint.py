@@ -23,7 +23,7 @@ from elastic_trainer.driver.supervisor import Next, decide_next
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.run import ends_run
 from elastic_trainer.options import resolved
-from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.state.configuration import VARIABLE
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
@@ -82,7 +82,7 @@ def test_no_remark_is_made_on_checkpoints_that_are_not_wanted() -> None:
 # --- what cannot be kept --------------------------------------------------------------------------
 
 class Turning:
-    """An object of the user's whose value gets another type behind a step."""
+    """An object of the user's whose value gets another type after a step."""
 
     def __init__(self, at: int = 99, odd: Any = Path("/tmp")):
         self.value: Any = 0
@@ -147,10 +147,10 @@ def test_a_value_that_gets_another_type_is_named_before_the_world_changes() -> N
     model, turning = built(), Turning()
     loop = Loop(job(model, state={"mine": turning}), Launch(), Driver(), Events(None), "exact",
                 Sending())
-    loop._keeping._steps, turning.value = 4, Path("/tmp")
-    loop._keeping.step()  # the fifth: not due
+    loop.work._steps, turning.value = 4, Path("/tmp")
+    loop.work.note_step()  # the fifth: not due
     with pytest.raises(ConfigError, match="extras/mine/value holds a PosixPath"):
-        loop._keeping.require()
+        loop.work.require_kept()
 
 
 # --- a store that does not take it ----------------------------------------------------------------

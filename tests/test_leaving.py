@@ -217,7 +217,7 @@ def test_a_loop_in_a_thread_is_refused_where_a_host_announces_its_end_by_a_signa
 @pytest.mark.parametrize(("inside", "microbatch"), [(True, 2), (False, -1)])
 def test_a_fault_of_the_machine_names_the_microbatch_in_hand(inside: bool, microbatch: int,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    """The body raises it in step 1, in the third micro-batch or behind the inner loop. The driver
+    """The body raises it in step 1, in the third micro-batch or after the inner loop. The driver
     blames the user's code if the same micro-batch fails on another host."""
     blamed = list[tuple[Any, ...]]()
     monkeypatch.setattr("elastic_trainer.training.loop.fault_of_machine",

@@ -408,7 +408,7 @@ def test_the_best_checkpoint_is_that_of_model_checkpoint(tmp_path: Path) -> None
 
 
 class Ears:
-    """Keeps what is logged behind each step, by the names of loggers."""
+    """Keeps what is logged after each step, by the names of loggers."""
 
     def __init__(self) -> None:
         self.heard: dict[int, dict[str, float]] = {}

@@ -32,7 +32,7 @@ from elastic_trainer.data.loader import MicrobatchRecipe, Reader, Readers
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.events.log import Events, read_events
 from elastic_trainer.events.summary import summarize
-from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.schedule.learning_rate import cosine
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.cadence import Cadence
@@ -40,10 +40,9 @@ from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreRefused
-from elastic_trainer.training.failures import PeerFailed, UserExited
+from elastic_trainer.training.failures import LossNotFinite, PeerFailed, UserExited
 from elastic_trainer.training.job import Job, Result, describe, fewest_samples
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.losses import LossNotFinite
 from elastic_trainer.training.train import Loss, drive, train
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.worker import local_rank
@@ -435,21 +434,21 @@ class Trainer(Loop):
     """A loop that is driven as train() drives it."""
 
     def run(self) -> Result:
-        result: Result = self.do(self.moves())
+        result: Result = self.do(self.stages())
         return result
 
-    def do(self, moves: Any) -> Any:
-        """Run the loss of each micro-batch; returns what the moves return."""
+    def do(self, stages: Any) -> Any:
+        """Run the loss of each micro-batch; returns what the stages return."""
         assert isinstance(self.job, JobOfTrain)
-        return drive(moves, self.job.model, self.job.loss, self.job.precision)
+        return drive(stages, self.job.model, self.job.loss, self.job.precision)
 
 
 def rehearse_alone(whole: JobOfTrain) -> None:
     """Warm up as a standby does."""
-    moves = rehearse(
+    stages = rehearse(
         whole,
         Loop(whole, Launch(), Driver(), Events(None, attempt=1), "exact", Sending()).warm_up)
-    for microbatch in moves:
+    for microbatch in stages:
         microbatch.backward(whole.loss(whole.model, microbatch.batch))
 
 
@@ -1087,7 +1086,7 @@ def test_the_warm_up_describes_the_arithmetic_of_a_worker(
 
     first = said()
     if what == "program":
-        monkeypatch.setattr("elastic_trainer.training.probe.program", lambda device: 5)
+        monkeypatch.setattr("elastic_trainer.training.warm_up.probe_program", lambda device: 5)
     second = said(seed=1 if what == "weights" else 0)
     assert (first.inputs == second.inputs) == (what != "weights")
     assert (first.result == 0) == (second.result == 0) == (what == "loss")
@@ -1120,8 +1119,8 @@ def test_other_arithmetic_is_logged_when_a_run_goes_on(
     trained(built(), until="3 steps", run_dir=run_dir, listeners=[ears])
     trained(built(), until="4 steps", run_dir=run_dir, listeners=[ears])
     assert not ears.facts("worker.arithmetic_differs")
-    monkeypatch.setattr("elastic_trainer.training.probe.program", lambda device: 5)
-    monkeypatch.setattr("elastic_trainer.training.probe.facts", lambda device:
+    monkeypatch.setattr("elastic_trainer.training.warm_up.probe_program", lambda device: 5)
+    monkeypatch.setattr("elastic_trainer.training.warm_up.probe_facts", lambda device:
                         (("cpu", "another"), ))
     trained(built(), until="5 steps", run_dir=run_dir, listeners=[ears])
     [told] = ears.facts("worker.arithmetic_differs")

@@ -9,7 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 import pytest
 import torch
 
-from elastic_trainer.training.machine_fault import machine_fault
+from elastic_trainer.training.failures import machine_fault
 
 
 def caught(*errors: BaseException) -> BaseException:

@@ -12,7 +12,7 @@ from test_loop import Ears, built, mse
 from test_trainer import Model, in_a_breaking_world, trainer_of
 
 from elastic_trainer import ConfigError, Evaluation
-from elastic_trainer.evaluate.metric_states import require_sums
+from elastic_trainer.evaluate.sums import require_sums
 
 torchmetrics = pytest.importorskip("torchmetrics")
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -43,7 +43,7 @@ def updating(metrics: Any) -> Any:
 
 
 def run(model: Model, **more: Any) -> list[dict[str, Any]]:
-    """Evaluate behind each step; returns the results as JSON has them."""
+    """Evaluate after each step; returns the results as JSON has them."""
     torch.manual_seed(0)
     trainer, metrics, seen = trainer_of(model, **more), metrics_of(), list[dict[str, Any]]()
     for step in trainer:

@@ -17,9 +17,8 @@ from test_trainer import loop, trainer_of
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.schedule.microbatch_sizes import remedy_for
-from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state import rates
+from elastic_trainer.schedule.schedule import Schedule, remedy_for
+from elastic_trainer.state import optimizer_values
 from elastic_trainer.training import loop as loops
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -49,7 +48,7 @@ def test_gradients_stay_when_the_backward_pass_of_a_batch_is_done(
     16 bits."""
     model = built().to(dtype)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match="changed .grad behind the backward pass.*clip_norm=…"):
+    with pytest.raises(RuntimeError, match="changed .grad after the backward pass.*clip_norm=…"):
         for step in trainer_of(model, reduce=reduce):
             for batch in step:
                 batch = [tensor.to(dtype) for tensor in batch]
@@ -196,7 +195,7 @@ def test_the_place_in_the_world_raises_where_it_is_not_known(name: str) -> None:
     """`if trainer.is_first:` before the loop would be False on all workers, in silence."""
     model = built()
     trainer = trainer_of(model)
-    with pytest.raises(RuntimeError, match=f"trainer.{name} is not known yet.*behind it"):
+    with pytest.raises(RuntimeError, match=f"trainer.{name} is not known yet.*after it"):
         getattr(trainer, name)
     with pytest.raises(RuntimeError, match=f"trainer.{name} is not known yet"):
         for _ in trainer:
@@ -282,7 +281,7 @@ OF_TRAIN_ALONE = re.compile(r"\bafter_step\b|(?<!\.)train\(\)|in loss\b")
 
 def test_no_message_has_the_words_of_train_alone() -> None:
     """Where a message cannot know the caller, it names both."""
-    folders = [Path(loops.__file__).parent, Path(rates.__file__).parent]
+    folders = [Path(loops.__file__).parent, Path(optimizer_values.__file__).parent]
     found = []
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
         if path.stem in ("option_names", "train"):

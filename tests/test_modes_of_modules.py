@@ -12,8 +12,8 @@ from test_loop import INPUT, SIZE, built, mse
 from test_trainer import Fault, in_a_breaking_world, trainer_of
 
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.modes import Modes
-from elastic_trainer.training.modes_differ import sentence
+from elastic_trainer.state.forward import Modes
+from elastic_trainer.training.differing import sentence
 
 SCHEDULE = Schedule(dataset_size=SIZE, global_batch=8, microbatches=4, epochs=2, seed=3,
                     min_microbatch_samples=2)

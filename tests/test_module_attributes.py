@@ -15,18 +15,18 @@ from test_same_bits import attributes as scaled
 from test_trainer import in_a_breaking_world, trainer_of
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
-from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.live_state import LiveState, require_fit
 from elastic_trainer.state.module_attributes import ModuleAttributes, plain_attributes
-from elastic_trainer.training.modes_differ import on_attributes
+from elastic_trainer.state.received import check_kinds
+from elastic_trainer.training.differing import on_attributes
 
 Model = torch.nn.Module
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
 
 def run(model: Any, change: Callable[[Any, int], Any], until: int = 6, **more: Any) -> str:
-    """Train, and change an attribute behind each step."""
+    """Train, and change an attribute after each step."""
     trainer = trainer_of(model, until=f"{until} steps", **more)
     for step in trainer:
         for batch in step:
@@ -78,7 +78,7 @@ def test_an_attribute_that_depends_on_the_batches_of_a_worker_is_an_error(
 
     for told in in_a_breaking_world(monkeypatch, size, work):
         assert f"has changed the attributes {name} of the model" in told
-        assert "behind the inner loop" in told and "buffer" in told and "step.log" in told
+        assert "after the inner loop" in told and "buffer" in told and "step.log" in told
     assert max(steps, default=-1) == (1 if error is RuntimeError else -1)
 
 
@@ -130,7 +130,7 @@ def test_a_newcomer_has_the_attributes_when_it_has_received_the_state() -> None:
         state.begin()
     assert taker.attributes.checksum() == giver.attributes.checksum() != 0
     with pytest.raises(LayoutError, match=r"\['gone.p'\] were changed there"):
-        taker.fits(values | {"attributes": {"gone.p": 1}})
+        require_fit(taker, values | {"attributes": {"gone.p": 1}})
 
 
 def test_a_successor_goes_on_with_the_attributes_of_the_step_in_flight() -> None:

@@ -149,7 +149,7 @@ def is_off() -> bool:
 
 
 def test_autocast_is_off_outside_of_the_code_of_a_batch() -> None:
-    """Behind backward(), behind the inner loop, between the steps, in another thread, and when the
+    """Behind backward(), after the inner loop, between the steps, in another thread, and when the
     loop is left by an exception."""
     model, elsewhere = model_of(), []
     trainer = trainer_of(model, precision="bf16")
@@ -191,7 +191,7 @@ def test_a_context_of_the_users_own_counts_for_its_block() -> None:
                 elif model is models[1]:
                     with torch.autocast("cpu", torch.bfloat16):
                         step.backward(mse(model, batch))
-                    assert torch.is_autocast_enabled("cpu")  # until the next move
+                    assert torch.is_autocast_enabled("cpu")  # until the next stage
                 else:
                     with torch.autocast("cpu", torch.bfloat16):
                         loss = mse(model, batch)

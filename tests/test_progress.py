@@ -10,11 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 
-from elastic_trainer.training import progress
-from elastic_trainer.training.progress import Progress
+from elastic_trainer.training.listeners import Shown
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = """
@@ -80,12 +78,11 @@ def test_a_bar_is_shown_on_a_terminal_and_gone_before_a_traceback() -> None:
     assert text.rstrip().endswith("ValueError: as planned") and "\x1b[?25h" in text
 
 
-def test_a_line_comes_each_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_line_comes_each_interval() -> None:
     """Not each step: a log must not grow with the number of steps."""
     now = 100.0
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     written = io.StringIO()
-    shown = Progress(Console(file=written))
+    shown = Shown(Console(file=written), clock=lambda: now)
     shown("worker.generation_started", {"step": 40})
     shown("job.described", {"steps": 1000})
     for step in range(40, 140):

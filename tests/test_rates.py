@@ -27,7 +27,7 @@ from torch.optim import lr_scheduler as schedulers
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.layout import LayoutError
-from elastic_trainer.state.rates import RateChanged
+from elastic_trainer.state.optimizer_values import RateChanged
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 Optimizer = torch.optim.Optimizer

@@ -80,9 +80,8 @@ def test_the_same_bytes_come_back_when_the_same_process_reads_them(left_behind: 
     assert values is not None
     assert bytes_of(pack(values["state"])) == bytes_of(state.packed())
     assert torch.equal(values["gradients"]["float32"], gradient)
-    assert bytes_of(pack(values["buffers_before"])) == bytes_of(pack(state.buffers_before()))
-    assert (values["begun"], values["prepared"], values["facts"]) == (state.begun, 3,
-                                                                      {"generation": 3})
+    assert bytes_of(pack(values["in_flight"])) == bytes_of(pack(state.in_flight()))
+    assert (values["in_flight"]["prepared"], values["facts"]) == (3, {"generation": 3})
 
 
 def test_a_worker_goes_on_to_the_same_bits_when_it_has_read_its_state(

@@ -35,9 +35,9 @@ from elastic_trainer.state.s3 import S3Store
 from elastic_trainer.state.store import (
     StoreRefused,
     StoreUnavailable,
+    open_store,
     prove_put_if_absent,
 )
-from elastic_trainer.state.stores import open_store
 
 SERVERS = {"ceph": s3_servers.ceph, "ministack": s3_servers.ministack}
 

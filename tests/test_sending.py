@@ -21,8 +21,7 @@ from elastic_trainer.commands.run_options import parse_run
 from elastic_trainer.config import Launch
 from elastic_trainer.events.summary import summarize_log
 from elastic_trainer.reduce.flat import Flat
-from elastic_trainer.reduce.ring import RingReducer
-from elastic_trainer.reduce.sending import Sending
+from elastic_trainer.reduce.ring import RingReducer, Sending
 from elastic_trainer.views.summary_table import print_summary
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

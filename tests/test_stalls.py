@@ -166,7 +166,7 @@ def test_who_works_by_itself_around_a_collective_is_waited_for(members: list[Mem
 ])
 def test_a_step_may_take_as_long_as_such_steps_do(members: list[Member],
                                                   limit: float | None) -> None:
-    """A first step, a checkpoint, an evaluation and the user's code behind a step have stuck_s, and
+    """A first step, a checkpoint, an evaluation and the user's code after a step have stuck_s, and
     no limit while no worker waits. A silent worker has the same, and a newcomer, which has done no
     step, does not shorten the usual time. The first step of a world has no usual time."""
     assert limit_s(members, waited_for(members), stuck_s=300.0) == limit
@@ -311,7 +311,7 @@ class Process:
 
 
 def test_who_is_replaced_before_its_step_has_a_verdict_is_asked_for_its_stacks() -> None:
-    """The code behind a step may take stuck_s. hang_s ends it earlier, and is the limit in the
+    """The code after a step may take stuck_s. hang_s ends it earlier, and is the limit in the
     event. Who computes no longer than usual is not asked."""
     scene = Scene("hang_s=50")
     process = Process()
@@ -568,7 +568,7 @@ def test_a_step_of_several_phases_is_one_step() -> None:
                 clock.now += 10.0
                 mark.waited()
                 mark.reach("step.applied")
-            clock.now += 100.0  # the user's code behind the step
+            clock.now += 100.0  # the user's code after the step
             if step == 7:
                 mark.begin(8)
                 at = enter(mark)

@@ -20,9 +20,8 @@ from elastic_trainer import ConfigError, Trainer, train
 from elastic_trainer.events import trace as traces
 from elastic_trainer.events.trace import LOOP, OLD, Trace, remove_oldest
 from elastic_trainer.reduce.flat import Flat
-from elastic_trainer.reduce.reducer import Reducer
+from elastic_trainer.reduce.reducer import TracedWorld
 from elastic_trainer.reduce.ring import RingReducer
-from elastic_trainer.reduce.traced import TracedReducer
 from elastic_trainer.views.phases import PHASES, events_of, files_of, join, rows_of
 
 Event = dict[str, Any]
@@ -187,7 +186,7 @@ def test_each_bucket_of_ring_is_on_the_network_once(tmp_path: Path) -> None:
         flat = Flat(dict(model.named_parameters()), {}, torch.device("cpu"))
         trace = Trace(tmp_path / str(member.rank) if tmp_path else None)
         trace.open(worker=f"h/{member.rank}/0", generation=1, rank=member.rank)
-        reducer: Reducer = TracedReducer(RingReducer(flat, 2), trace)
+        reducer, seen = RingReducer(flat, 2), TracedWorld(member, trace)
         trace.begin_step(0, 0)
         for microbatch in reducer.begin(member):
             reducer.microbatch(microbatch, is_last=True)
@@ -196,13 +195,13 @@ def test_each_bucket_of_ring_is_on_the_network_once(tmp_path: Path) -> None:
             flat.add_statistics(0.5, loss, {}, {})
             loss.backward()
             flat.close_microbatch()
-        reducer.send(member)
+        reducer.send(seen)
         with trace.span("reduce"):
-            reducer.finish(member)
+            reducer.finish(seen)
         trace.end_step()
         trace.close()
         assert model.weight.grad is not None
-        return [float(model.weight.grad[0, 0]), len(getattr(reducer, "reducer", reducer).buckets)]
+        return [float(model.weight.grad[0, 0]), len(reducer.buckets)]
 
     (first, buckets), (second, _) = in_worlds(2, act)
     assert first == second == 3.0

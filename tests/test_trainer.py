@@ -35,9 +35,9 @@ from test_world import Given, Session
 from elastic_trainer import Trainer
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.data.seeds import seed_everything, seed_of
-from elastic_trainer.reduce.counts import Tally, read
+from elastic_trainer.reduce.flat import Tally, read
+from elastic_trainer.schedule.intervals import length_of
 from elastic_trainer.schedule.learning_rate import cosine
-from elastic_trainer.schedule.lengths import length_of
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.training.loop import Loop
@@ -101,7 +101,7 @@ def test_each_step_is_handed_out_once_when_it_is_finished() -> None:
 
 
 class Average:
-    """A moving average of a weight, which the code behind the inner loop keeps."""
+    """A moving average of a weight, which the code after the inner loop keeps."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(8, 5)
@@ -121,7 +121,7 @@ class Average:
 @pytest.mark.parametrize("stop", [1, 3, 5])
 def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(
         run_dir: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint holds what the user changed behind its last step, in `state`."""
+    """A checkpoint holds what the user changed after its last step, in `state`."""
     def run(until: int) -> tuple[str, Average, list[int]]:
         model, average, steps = built(torch.nn.BatchNorm1d(8)), Average(), []
         trainer = trainer_of(model,
@@ -278,7 +278,7 @@ POINTS = ("step.computed", "step.prepared", "step.voted", "step.applied")
                          ids=lambda points: ",".join(f"{rank}:{at}" for rank, at in points.items()))
 def test_the_bits_are_those_of_one_worker_when_generations_break(
         points: dict[int, list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In micro-batches, between prepare, vote and apply. The code behind the inner loop runs once
+    """In micro-batches, between prepare, vote and apply. The code after the inner loop runs once
     for each finished step."""
     def run(rank: int, **more: Any) -> tuple[str, list[int], torch.Tensor]:
         torch.manual_seed(0)
@@ -681,7 +681,7 @@ def test_a_misuse_raises_at_once(body: Callable[[Any, Model], None], told: str) 
 
 
 def test_the_optimizer_is_the_trainers() -> None:
-    """A step of the user's raises; behind the loop the optimizer is as free as it was."""
+    """A step of the user's raises; after the loop the optimizer is as free as it was."""
     model = built()
     optimizer = sgd(model)
     with pytest.raises(RuntimeError,
@@ -765,7 +765,7 @@ def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(run_dir: Path,
                                                                   monkeypatch: pytest.MonkeyPatch,
                                                                   ranks: tuple[int, ...],
                                                                   inside: bool) -> None:
-    """After this step, or after the next if it is asked for behind the inner loop; also when a
+    """After this step, or after the next if it is asked for after the inner loop; also when a
     generation breaks there."""
     models = [built() for _ in range(3)]  # here: threads share the random generator
 

@@ -384,7 +384,7 @@ def test_the_step_after_the_wish_to_stop_is_the_last_one(
 def test_a_run_that_shall_stop_ends_in_the_same_step_when_it_is_resumed(tmp_path: Path) -> None:
     """The wish is part of the state: a checkpoint behind it has it."""
     run = {"run_dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 1}
-    with pytest.raises(RuntimeError, match="as planned"):  # behind the last step
+    with pytest.raises(RuntimeError, match="as planned"):  # after the last step
         elastic_of(callbacks=[Counter(stop_at=2), Leaves()], **run).train()
     assert elastic_of(callbacks=[Counter(stop_at=2)], **run).train().global_step == 3
 

@@ -517,7 +517,7 @@ def two_rank_0_write_at_once(events: list[Event]) -> None:
 
 
 def resumed_from_a_branch_left_behind(events: list[Event]) -> None:
-    """Attempt 2 goes back behind step 6 with other bits (ring), and attempt 3 takes the old weights
+    """Attempt 2 goes back after step 6 with other bits (ring), and attempt 3 takes the old weights
     of step 6."""
     story = Story(reduce="ring")
     story.start(2)

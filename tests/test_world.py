@@ -56,7 +56,7 @@ class Seat(Generations):
 
 
 class Count:
-    """An extra that the user's code behind a step changes."""
+    """An extra that the user's code after a step changes."""
 
     def __init__(self, value: int):
         self.value = torch.tensor([float(value)])

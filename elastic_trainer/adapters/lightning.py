@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_trainer import Trainer
 from elastic_trainer.adapters.lightning_flow import Flow
 from elastic_trainer.adapters.lightning_given import (
     Source,
@@ -51,7 +52,6 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.data.alone import alone_on_host
 from elastic_trainer.options import Common, resolved, shows_options
 from elastic_trainer.training.job import Result
-from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.training.worker import local_rank
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.reduce.counts import COUNT, HIDDEN
+from elastic_trainer.reduce.flat import COUNT, HIDDEN
 
 OF_TRAINING = ("training_step", "on_before_backward")
 """Where code runs for a batch of the training. A worker computes some."""

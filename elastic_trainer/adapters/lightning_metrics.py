@@ -5,7 +5,7 @@ metric, as if one process had seen all batches
 
 What always holds:
 1. Between two batches a metric holds what all finished steps of all workers have given it.
-2. Only metrics whose states are sums are supported (metric_states.py). Another one raises when it
+2. Only metrics whose states are sums are supported (sums.py). Another one raises when it
    is updated.
 3. Values of metrics are part of the run's state.
 
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.evaluate.metric_states import MOST_LOGGED, States, as_json, exact, require_sums
-from elastic_trainer.reduce.counts import HIDDEN
+from elastic_trainer.evaluate.sums import MOST_LOGGED, States, as_json, exact, require_sums
+from elastic_trainer.reduce.flat import HIDDEN
 
 UPDATES = "updates"
 Pairs = dict[str, tuple[float, float]]

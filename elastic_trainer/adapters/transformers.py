@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from elastic_trainer import Trainer
 from elastic_trainer.adapters.transformers_arguments import (
     checkpoint_interval,
     loader_of,
@@ -45,7 +46,6 @@ from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.loggers.row import Logger
 from elastic_trainer.state.supported import refused_dataset
 from elastic_trainer.training.step import Step
-from elastic_trainer.training.trainer import Trainer
 from elastic_trainer.training.worker import local_rank
 
 if TYPE_CHECKING:

@@ -20,13 +20,12 @@ import torch
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.checkpoint import empty_payload, header_of, is_best, names_of, parts_of
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
-from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline
 from elastic_trainer.state.names import with_plain_names
-from elastic_trainer.state.publish import collect_rubbish
+from elastic_trainer.state.publish import delete_unreferenced
+from elastic_trainer.state.received import check_kinds
 from elastic_trainer.state.restore import read_part
-from elastic_trainer.state.store import Store, StoreUnavailable
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.store import Store, StoreUnavailable, open_store
 from elastic_trainer.wire.plain import plain
 
 AVERAGES = ("ema", "swa")
@@ -163,7 +162,7 @@ def _is_kept(log: CommitLog, sequence: int) -> bool:
 
 
 def _prune(store: Store, log: CommitLog, tail: Record) -> int:
-    removed = collect_rubbish(store, tail, partial(names_of, log))
+    removed = delete_unreferenced(store, tail, partial(names_of, log))
     print(f"deleted {len(removed)} parts that no checkpoint needs")
     return 0
 

@@ -124,9 +124,9 @@ def prove_store(store: str) -> None:
     from elastic_trainer.state.store import (
         StoreRefused,
         StoreUnavailable,
+        open_store,
         prove_put_if_absent,
     )
-    from elastic_trainer.state.stores import open_store
 
     try:
         prove_put_if_absent(open_store(store))

@@ -6,6 +6,8 @@ schedule (the seed of a micro-batch) → here → torch, random and numpy
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import numpy
@@ -33,6 +35,18 @@ def seed_cpu(seed: int) -> None:
     """Seed the generators of the processor. A process of a loader uses no other device."""
     torch.default_generator.manual_seed(seed)
     _seed_python(seed)
+
+
+@contextmanager
+def random_numbers_put_back(device: torch.device) -> Iterator[None]:
+    """Let a block draw random numbers (torch, random, numpy), and put the generators back."""
+    drawn = random.getstate(), numpy.random.get_state()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(drawn[0])
+        numpy.random.set_state(drawn[1])
 
 
 def _seed_python(seed: int) -> None:

@@ -1,6 +1,6 @@
 """The best evaluation of a run: its checkpoint stays, and the run ends when no better one comes.
 
-keep_best(…) → Best ← each evaluation behind a step; checkpoint, newcomer ⇄ the state, as an extra;
+keep_best(…) → Best ← each evaluation after a step; checkpoint, newcomer ⇄ the state, as an extra;
 Best → loop: publish this step; vote: finish the run; record of a checkpoint (publish.py keeps it)
 
 What always holds:
@@ -77,7 +77,7 @@ class Best:
         self.rule = rule
         self.value: float | None = None
         self.step = -1
-        """The number of the step behind which it was found; -1: none yet."""
+        """The number of the step after which it was found; -1: none yet."""
         self.waited = 0
         """How many evaluations since then were not better."""
         self._taken_behind = -1
@@ -87,7 +87,7 @@ class Best:
                 f"evaluations ago>")
 
     def take(self, value: Any, step: int) -> bool:
-        """Take the value behind a step; returns whether it is the best. Raises RuntimeError,
+        """Take the value after a step; returns whether it is the best. Raises RuntimeError,
         TypeError."""
         number = _number_of(value, self.rule.metric)
         if step == self._taken_behind:

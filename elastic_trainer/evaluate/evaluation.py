@@ -1,6 +1,6 @@
-"""Evaluations behind a step: all workers share the batches, and all have the same sums.
+"""Evaluations after a step: all workers share the batches, and all have the same sums.
 
-trainer.evaluate(dataset, fn) → Examination (what to compute) ⇄ moves ⇄ Evaluations (who computes
+trainer.evaluate(dataset, fn) → Examination (what to compute) ⇄ stages ⇄ Evaluations (who computes
 it) → totals (exact sums) → means
 
 What always holds:
@@ -11,14 +11,12 @@ What always holds:
    the next generation. They compute only the batches that none of them has.
 3. A worker that has the result gives it to those that lack it. Newcomers take part in the rounds
    without batches, and receive the state afterwards.
-4. Modes, buffers and random numbers are put back after each batch, so between two moves nothing of
+4. Modes, buffers and random numbers are put back after each batch, so between two stages nothing of
    the evaluation shows.
 """
 
 from __future__ import annotations
 
-import json
-import random
 import time
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -26,27 +24,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 
-from elastic_trainer.config import Launch
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.data.loader import BatchRecipe, Loader
-from elastic_trainer.evaluate.metric_states import Metrics, as_json
-from elastic_trainer.evaluate.sums import AllKept, Found, found_in, means_of
+from elastic_trainer.data.seeds import random_numbers_put_back
+from elastic_trainer.evaluate.sums import (
+    AllKept,
+    Found,
+    Metrics,
+    as_json,
+    found_in,
+    from_json,
+    means_of,
+    require_sums,
+    to_json,
+)
 from elastic_trainer.events.log import Events
+from elastic_trainer.schedule.intervals import interval_of
 from elastic_trainer.state.module_attributes import attributes_put_back
 from elastic_trainer.state.supported import refused_dataset
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
-from elastic_trainer.training.moves import Evaluated, Move, Portion
+from elastic_trainer.training.stages import Evaluated, Portion, Stage
 from elastic_trainer.world.collectives import PeersLost, TooLate, World
 
 Fn = Callable[[torch.nn.Module, Any], Mapping[str, Any] | None]
 NOT_FINISHED = (
     "evaluate() was called where no step is finished: before or inside of an inner loop, or after "
-    "a loop that was left. Call it on all workers, behind the last `for batch in step` of a step, "
+    "a loop that was left. Call it on all workers, after the last `for batch in step` of a step, "
     "or when the loop has ended.")
-ON_ALL = "Call it behind the inner loop on every worker, not under `if trainer.is_first`."
+ON_ALL = "Call it after the inner loop on every worker, not under `if trainer.is_first`."
 
 
 # --- what to compute ------------------------------------------------------------------------------
@@ -97,24 +105,21 @@ class Examination:
     def _apart(self) -> Iterator[None]:
         """Evaluate the model for a while, and leave no trace. Raises RuntimeError if parameters
         were changed."""
-        model, on_gpu = self.job.model, self.job.device.type == "cuda"
+        model = self.job.model
         modes = [(module, module.training) for module in model.modules()]
         versions = [parameter._version for parameter in model.parameters()]
-        drawn = random.getstate(), numpy.random.get_state()
         try:
-            with (torch.random.fork_rng([self.job.device] if on_gpu else []), torch.no_grad(),
+            with (random_numbers_put_back(self.job.device), torch.no_grad(),
                   attributes_put_back(model)):
                 model.eval()
                 yield
         finally:
             for module, mode in modes:
                 module.training = mode
-            random.setstate(drawn[0])
-            numpy.random.set_state(drawn[1])
             self._put_buffers_back()
         if versions != [parameter._version for parameter in model.parameters()]:
             raise RuntimeError("the function of evaluate() has changed parameters of the model. "
-                               "Change them behind the inner loop, on every worker.")
+                               "Change them after the inner loop, on every worker.")
 
     def _put_buffers_back(self) -> None:
         with torch.no_grad():
@@ -136,16 +141,16 @@ class Examination:
                 | total.all_kept())
 
 
-def examine(examination: Examination, draw: Callable[[], Move | None]) -> dict[str, Any]:
-    """Compute the batches that the worker's moves hand out, until all workers have the result."""
+def examine(examination: Examination, draw: Callable[[], Stage | None]) -> dict[str, Any]:
+    """Compute the batches that the worker's stages hand out, until all workers have the result."""
     while True:
         match draw():
             case Portion() as portion:
                 portion.found = examination.found(portion.number, portion.following)
             case Evaluated() as evaluated:
                 return evaluated.means
-            case move:
-                raise AssertionError(f"{move} in an evaluation")
+            case stage:
+                raise AssertionError(f"{stage} in an evaluation")
 
 
 # --- who computes it ------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ class Request:
 
 
 class Evaluations:
-    """The evaluations behind the last finished step, on this worker."""
+    """The evaluations after the last finished step, on this worker."""
 
     def __init__(self, world: Callable[[], World], is_broken: Callable[[], bool],
                  events: Events, launch: Launch):
@@ -175,19 +180,19 @@ class Evaluations:
         self.request: Request | None = None
         self._step = 0
         self._is_known = False
-        """True if this process has run the code behind the last step from its start."""
+        """True if this process has run the code after the last step from its start."""
         self._results: list[Found] = []
 
     def begin(self, step: int) -> None:
-        """Begin the user's code behind a step."""
+        """Begin the user's code after a step."""
         self.request, self._results, self._is_known, self._step = None, [], True, step
 
     def ask(self, examination: Examination) -> None:
-        """Have the next moves compute an evaluation."""
+        """Have the next stages compute an evaluation."""
         self.request = Request(examination.batches, len(examination.dataset),
                                examination.means)
 
-    def serve(self) -> Generator[Move, None, None]:
+    def serve(self) -> Generator[Stage, None, None]:
         """Compute what the user's code asks for, one evaluation after the other."""
         while self.request is not None:
             yield from self._round()
@@ -206,7 +211,7 @@ class Evaluations:
                 round_.close()
                 raise AssertionError("a worker without a request has got a batch")
 
-    def _round(self) -> Generator[Move, None, bool]:
+    def _round(self) -> Generator[Stage, None, bool]:
         """Do one round; returns whether a worker wanted an evaluation. Network: two gathers."""
         request, world = self.request, self._world()
         self._mark.enter("gather")
@@ -225,10 +230,10 @@ class Evaluations:
         holders = [rank for rank, plan in enumerate(plans) if plan["has"] > number]
         given: dict[str, Any] = {}
         if world.rank in holders[:1]:
-            given["found"] = self._results[number].encoded()
+            given["found"] = self._results[number].to_values()
         elif request and world.rank in wanting and not holders:
             yield from self._compute(request, shared_out(plans, wanting)[world.rank])
-            given = {"found": request.found.encoded(), "error": request.error}
+            given = {"found": request.found.to_values(), "error": request.error}
         self._mark.enter("gather")
         self._take(gathered(world, given), wanting)
         self._mark.enter("behind")
@@ -254,13 +259,13 @@ class Evaluations:
             return gathered(world, mine)
         except TooLate:
             raise RuntimeError(
-                f"rank {world.rank} called evaluate() behind step {self._step}, and another worker "
+                f"rank {world.rank} called evaluate() after step {self._step}, and another worker "
                 f"has not within {self._patience_s:g} s. {ON_ALL} If its code takes so long, set "
                 f"stuck_s in ELASTIC_TRAINER_LIMITS.") from None
         finally:
             world.latest = None
 
-    def _compute(self, request: Request, numbers: list[int]) -> Generator[Move, None, None]:
+    def _compute(self, request: Request, numbers: list[int]) -> Generator[Stage, None, None]:
         for place, number in enumerate(numbers):
             if self._is_broken():
                 raise PeersLost("a member is gone: the evaluation goes on in the next generation")
@@ -286,13 +291,13 @@ class Evaluations:
             total = Found()
             for one in given:
                 if "found" in one:
-                    total = total.plus(Found.decoded(one["found"]))
+                    total = total.plus(Found.of_values(one["found"]))
             self._results.append(total)
 
 
 def gathered(world: World, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the values of all workers, by rank. Network: one gather of texts."""
-    return [json.loads(text) for text in world.gather_texts(json.dumps(mine))]
+    return [from_json(text) for text in world.gather_texts(to_json(mine))]
 
 
 def require_alike(plans: list[dict[str, Any]], wanting: list[int], number: int) -> None:
@@ -314,3 +319,51 @@ def shared_out(plans: list[dict[str, Any]], wanting: list[int]) -> dict[int, lis
     done = {number for rank in wanting for number in plans[rank]["done"]}
     left = [number for number in range(plans[wanting[0]]["of"][0]) if number not in done]
     return {rank: left[place::len(wanting)] for place, rank in enumerate(wanting)}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What train() evaluates, and when: `evaluate=Evaluation(held_out, measure, every="1 epoch")`.
+
+    `every` is an interval as `step.every` has it. `fn`, `batch_size`, `collate`, `metrics` and
+    `loader` are those of `trainer.evaluate`. `averaged`: evaluate the averaged weights (`ema`,
+    `swa`).
+    """
+
+    dataset: Any
+    fn: Fn
+    every: str = "1 epoch"
+    batch_size: int | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    metrics: Any = None
+    averaged: bool = False
+    loader: Loader | None = None
+
+    def __post_init__(self) -> None:
+        interval_of(self.every)
+        require_sums(self.metrics or {})
+        if why := refused_dataset(self.dataset):
+            raise ConfigError(why)
+
+
+def examination_of(plan: Evaluation, job: Job) -> Examination:
+    """Return the evaluation of a job's model, as it is now. Raises ValueError."""
+    return Examination(job, plan.dataset, plan.fn, plan.batch_size, plan.collate, plan.metrics,
+                       plan.loader)
+
+
+def require_evaluation(evaluate: Evaluation | None, job: Job) -> None:
+    """Raise ConfigError if train() cannot do an evaluation, or if none gives what `best` needs."""
+    if evaluate is None:
+        if job.best:
+            raise ConfigError(
+                f"best is keep_best({job.best.rule.metric!r}, …), but nothing is evaluated: with "
+                f'train() give evaluate=Evaluation(held_out, measure, every="1 epoch").')
+        return
+    if evaluate.averaged and job.average is None:
+        raise ConfigError("evaluate has averaged=True, but no weights are averaged. Give ema=0.999 "
+                          "or swa=Swa(from_step=…), or leave averaged out.")
+    try:
+        examination_of(evaluate, job)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,28 +1,186 @@
-"""Exact sums of an evaluation: what the user's function has found in each batch.
+"""Exact sums of an evaluation: what the user's function and its metrics have found in each batch.
 
-the function of evaluate() → here → Found (also the states of metrics: metric_states.py, and what is
-kept of single batches) → means
+the function of evaluate() → Found (sums, states of torchmetrics' metrics, what is kept of single
+batches) → exact sums over all batches and workers → means; a copy of each metric → compute()
 
 What always holds:
-1. Sums are fractions, so their order does not change the result.
-2. What is kept of a batch has its bits on every worker. It travels as tensors and JSON, not as
+1. Sums are whole numbers or fractions, so their order does not change the result. A state of a
+   metric is rounded once, to its type.
+2. A metric is accepted only if each of its states is a tensor of zeros that torchmetrics itself
+   sums over processes (`dist_reduce_fx="sum"`). So the states of single batches may be added up.
+3. A metric holds nothing of a batch when the next one begins, and nothing of the evaluation when it
+   has ended.
+4. What is kept of a batch has its bits on every worker. It travels as tensors and JSON, not as
    pickled objects.
+
+Source: torchmetrics/metric.py, 1.9.0 (`_defaults`, `_reductions`, `reset`, `update_count`).
 """
 
 from __future__ import annotations
 
-import base64
+import copy
+import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
-import numpy
 import torch
 
-from elastic_trainer.evaluate.metric_states import States, states_added
-from elastic_trainer.state.layout import byte_view, decode, pack
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.layout import from_text, to_text
+
+Number = int | Fraction | None
+"""None: not finite."""
+States = dict[str, list[Number]]
+"""By name and state: the elements. The number of updates stands under UPDATES."""
+UPDATES = "updates"
+MOST_LOGGED = 1000
+"""The most elements of a tensor that the event of an evaluation has."""
+
+
+def require_sums(metrics: Any) -> None:
+    """Raise ConfigError for metrics whose states are no sums."""
+    if not hasattr(metrics, "items"):
+        raise ConfigError(f"metrics is a {type(metrics).__name__}. Give torchmetrics' objects by "
+                          f'name: metrics={{"accuracy": Accuracy(…)}}, or a MetricCollection.')
+    for name, metric in metrics.items():
+        if why := _refusal(metric):
+            raise ConfigError(f"the metric {name!r} is {why}")
+
+
+def _refusal(metric: Any) -> str:
+    kind = type(metric).__name__
+    given = sys.modules.get("torchmetrics")
+    if given is None or not isinstance(metric, given.Metric):
+        return (f"a {kind}, which is no metric of torchmetrics. Return its sums from the function "
+                f"of evaluate().")
+    from torchmetrics.utilities.data import dim_zero_sum
+
+    advice = ("Use a metric whose states are sums, or return sums from the function of "
+              "evaluate().")
+    if any(isinstance(part, given.Metric) for part in metric.modules() if part is not metric):
+        return f"a {kind}, which holds other metrics. Give those themselves."
+    if not metric._defaults:
+        return f"a {kind}, which has no state. {advice}"
+    for state, default in metric._defaults.items():
+        if isinstance(default, list):
+            return (f"a {kind}, whose state {state!r} is a list of all that it has seen, not a "
+                    f"sum. {advice} Some metrics have both kinds: with thresholds=100, AUROC and "
+                    f"its like keep sums.")
+        if (reduction := metric._reductions[state]) is not dim_zero_sum:
+            how = getattr(reduction, "__name__", reduction)
+            return (f"a {kind}, whose state {state!r} is not summed (it is reduced by {how}). "
+                    f"{advice}")
+        if default.is_complex() or bool(default.count_nonzero()):
+            return f"a {kind}, whose state {state!r} does not begin with zeros. {advice}"
+    return ""
+
+
+class Metrics:
+    """The metrics of one evaluation."""
+
+    def __init__(self, given: Any, device: torch.device):
+        self._given = given
+        require_sums(given)
+        self.names = {name for name, _ in given.items()}
+        for _, metric in given.items():
+            metric.to(device)
+
+    def reset(self) -> None:
+        """Let the metrics hold nothing."""
+        if not isinstance(self._given, Mapping) and hasattr(self._given, "reset"):
+            self._given.reset()  # a MetricCollection, which has its metrics in groups
+            return
+        for metric in self._given.values():
+            metric.reset()
+
+    def states(self) -> States:
+        """Return what the metrics hold, exactly. On a GPU this waits for the device."""
+        found: States = {}
+        for name, metric in self._given.items():
+            found[f"{name}/{UPDATES}"] = [metric.update_count]
+            for state in metric._defaults:
+                found[f"{name}/{state}"] = exact(getattr(metric, state))
+        return found
+
+    def computed(self, states: States) -> dict[str, Any]:
+        """Return what the metrics compute from the sums of all batches: numbers, or tensors.
+
+        Raises RuntimeError if a metric was not updated.
+        """
+        return {name: self._computed(name, metric, states)
+                for name, metric in self._given.items()}
+
+    def _computed(self, name: str, metric: Any, states: States) -> Any:
+        (updates,) = states[f"{name}/{UPDATES}"]
+        if not updates:
+            raise RuntimeError(
+                f"the function of evaluate() has not updated the metric {name!r} in any batch. "
+                f"Call {name}.update(…) in it, on the object that metrics= has.")
+        whole = copy.deepcopy(metric)
+        whole.reset()
+        whole._update_count = updates  # else compute() warns
+        whole.sync_on_compute = False
+        for state, default in metric._defaults.items():
+            setattr(whole, state,
+                    _rounded(states[f"{name}/{state}"], default, getattr(metric, state).device))
+        with torch.no_grad():
+            return _plain(whole.compute())
+
+
+def states_added(first: States, second: States) -> States:
+    """Return the sums of both. Raises RuntimeError if they are not of the same metrics."""
+    if not first or not second:
+        return first or second
+    sizes = [{name: len(numbers) for name, numbers in one.items()} for one in (first, second)]
+    if sizes[0] != sizes[1]:
+        raise RuntimeError(
+            "a metric of evaluate() has states of another shape for one batch than for another, or "
+            "on another worker. Give each worker the same metrics.")
+    return {name: [None if one is None or two is None else one + two
+                   for one, two in zip(numbers, second[name], strict=True)]
+            for name, numbers in first.items()}
+
+
+def exact(state: torch.Tensor) -> list[Number]:
+    """Return the elements of a state as whole numbers or fractions."""
+    numbers = state.detach().flatten().tolist()
+    if not state.is_floating_point():
+        return [int(number) for number in numbers]
+    return [Fraction(number) if math.isfinite(number) else None for number in numbers]
+
+
+def _rounded(numbers: list[Number], default: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the numbers in the type of a state, and in its shape if it has as many elements."""
+    whole = [math.nan if number is None else float(number) if default.is_floating_point()
+             else int(number) for number in numbers]
+    state = torch.tensor(whole, dtype=default.dtype, device=device)
+    return state.reshape(default.shape) if state.numel() == default.numel() else state
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 and not value.dim() else value.detach().cpu()
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value
+
+
+def as_json(value: Any) -> Any:
+    """Return a result as the event has it: None for what is not finite, or is too large."""
+    if isinstance(value, torch.Tensor):
+        return as_json(value.tolist()) if value.numel() <= MOST_LOGGED else None
+    if isinstance(value, dict):
+        return {str(name): as_json(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [as_json(one) for one in value]
+    return value if isinstance(value, (int, float)) and math.isfinite(value) else None
+
 
 Sums = dict[str, tuple[Fraction, Fraction | None, bool]]
 """By name: the total, the number of items (None: a plain sum), and whether all were finite."""
@@ -33,9 +191,7 @@ class Kept:
     workers get it of all batches, in their order. Costs: memory, and network, for all of it."""
 
     def __init__(self, values: Any):
-        packed = pack(values)
-        payload = b"".join(byte_view(tensor).numpy().tobytes() for tensor in packed.tensors)
-        self.text = [packed.header.decode(), base64.b64encode(payload).decode()]
+        self.text = to_text(values)
 
 
 class AllKept(list[Any]):
@@ -48,7 +204,7 @@ class Found:
 
     sums: Sums = field(default_factory=dict)
     states: States = field(default_factory=dict)
-    kept: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    kept: dict[str, dict[int, str]] = field(default_factory=dict)
     """By name and batch."""
 
     def plus(self, other: Found) -> Found:
@@ -57,26 +213,22 @@ class Found:
         return Found(added(self.sums, other.sums), states_added(self.states, other.states),
                      {name: self.kept.get(name, {}) | other.kept.get(name, {}) for name in names})
 
-    def encoded(self) -> dict[str, Any]:
-        """Return this as JSON values."""
-        return {"sums": encoded(self.sums),
-                "states": {name: [number if isinstance(number, int) or number is None
-                                  else str(number) for number in numbers]
-                           for name, numbers in self.states.items()},
-                "kept": {name: list(texts.items()) for name, texts in self.kept.items()}}
+    def to_values(self) -> list[Any]:
+        """Return this as values that `to_json` writes."""
+        return [self.sums, self.states,
+                {name: list(texts.items()) for name, texts in self.kept.items()}]
 
     @staticmethod
-    def decoded(values: Mapping[str, Any]) -> Found:
-        """Read what `encoded` has returned."""
-        return Found(decoded(values["sums"]),
-                     {name: [Fraction(number) if isinstance(number, str) else number
-                             for number in numbers]
-                      for name, numbers in values["states"].items()},
-                     {name: dict(texts) for name, texts in values["kept"].items()})
+    def of_values(values: list[Any]) -> Found:
+        """Return what `to_values` had, from the values that `from_json` has read."""
+        sums, states, kept = values
+        return Found({name: (total, weight, is_finite)
+                      for name, (total, weight, is_finite) in sums.items()}, states,
+                     {name: dict(texts) for name, texts in kept.items()})
 
     def all_kept(self) -> dict[str, AllKept]:
         """Return what was kept, by name, in the order of the batches."""
-        return {name: AllKept(_kept(*texts[number]) for number in sorted(texts))
+        return {name: AllKept(from_text(texts[number]) for number in sorted(texts))
                 for name, texts in self.kept.items()}
 
 
@@ -86,11 +238,6 @@ def found_in(number: int, returned: Any, states: States) -> Found:
             if isinstance(value, Kept)} if isinstance(returned, Mapping) else {}
     return Found(sums_of({name: value for name, value in returned.items() if name not in kept}
                          if kept else returned), states, kept)
-
-
-def _kept(header: str, payload: str) -> Any:
-    given = numpy.frombuffer(bytearray(base64.b64decode(payload)), dtype=numpy.uint8)
-    return decode(header.encode(), torch.from_numpy(given))
 
 
 def sums_of(found: Any) -> Sums:
@@ -142,13 +289,13 @@ def _mean(total: Fraction, weight: Fraction | None, is_finite: bool) -> float:
     return float(total if weight is None else total / weight)
 
 
-def encoded(sums: Sums) -> dict[str, Any]:
-    """Return sums as JSON values."""
-    return {name: [str(total), None if weight is None else str(weight), is_finite]
-            for name, (total, weight, is_finite) in sums.items()}
+def to_json(values: Any) -> str:
+    """Return values as JSON, with fractions."""
+    return json.dumps(values, default=lambda one: {"fraction": str(one)})
 
 
-def decoded(values: Mapping[str, Any]) -> Sums:
-    """Read what `encoded` has returned."""
-    return {name: (Fraction(total), None if weight is None else Fraction(weight), is_finite)
-            for name, (total, weight, is_finite) in values.items()}
+def from_json(text: str) -> Any:
+    """Read what `to_json` has written."""
+    return json.loads(text, object_hook=lambda found: Fraction(found["fraction"])
+                      if found.keys() == {"fraction"} and isinstance(found["fraction"], str)
+                      else found)

@@ -99,7 +99,7 @@ _JOB = (
         "job.best_not_found", WARNING, "No evaluation gave the metric of the option `best`, so no "
         "checkpoint is kept as the best.", has(metric=NAME),
         "no evaluation gave {metric}, so no checkpoint is the best",
-        remedy="Call trainer.evaluate(…) behind steps, with a function that returns the metric."),
+        remedy="Call trainer.evaluate(…) after steps, with a function that returns the metric."),
     EventKind(
         "job.gradients_sparse", WARNING,
         "Gradients of these parameters are sparse. They are summed and sent densely, with `bytes` "
@@ -299,19 +299,19 @@ _WORLD = (
     EventKind("worker.commit_kept", DETAIL, "A script in Horovod's own style has committed.",
               (*_STEP, *has(commit_s=SECONDS)), closes=Phase.TRAINING),
     EventKind(
-        "worker.evaluated", INFO, "An evaluation behind a step is finished. A metric that is not a "
+        "worker.evaluated", INFO, "An evaluation after a step is finished. A metric that is not a "
         "number is null.",
         has(step=STEP, samples=WHOLE, metrics=OBJECT, duration_s=SECONDS),
-        "evaluated {samples} samples behind step {step}"),
+        "evaluated {samples} samples after step {step}"),
     EventKind(
-        "worker.logged", DETAIL, "What hooks of a Lightning module have logged behind a step: "
+        "worker.logged", DETAIL, "What hooks of a Lightning module have logged after a step: "
         "values of an epoch, sums, and metrics of torchmetrics. One that is not a number is null.",
         has(step=STEP, metrics=OBJECT)),
     EventKind(
         "worker.best_found", INFO,
-        "The evaluation behind this step is the best so far. Its checkpoint is published before "
+        "The evaluation after this step is the best so far. Its checkpoint is published before "
         "the next step, and stays.", has(step=STEP, metric=NAME, value=NUMBER),
-        "the best {metric} so far: {value:.6g}, behind step {step}"),
+        "the best {metric} so far: {value:.6g}, after step {step}"),
     EventKind("worker.step_redone", INFO,
               "A step was in flight when the world changed, and is done again.", _STEP,
               "step {step} was in flight and is done again"),

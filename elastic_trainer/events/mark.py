@@ -10,7 +10,7 @@ What always holds:
 3. A worker waits for others only in a collective (World.wait). The phases around collectives have
    local work too.
 4. From its place in a generation until its first step there a worker is in the phase "forming":
-   it connects, receives the state, and may run the user's code behind the step before. Without a
+   it connects, receives the state, and may run the user's code after the step before. Without a
    place `at` returns None.
 
 What it does not do: time a GPU's kernels. A phase lasts as long as its Python code, and a worker

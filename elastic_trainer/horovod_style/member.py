@@ -42,7 +42,7 @@ from elastic_trainer.horovod_style.watch import Watch, mistake_of
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
-from elastic_trainer.training.worker import opened
+from elastic_trainer.training.listeners import opened
 from elastic_trainer.world import standby as standby
 from elastic_trainer.world.collectives import PeersLost, World
 from elastic_trainer.world.drivers import driver_of

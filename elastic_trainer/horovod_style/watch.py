@@ -20,8 +20,12 @@ from horovod.common.exceptions import HorovodInternalError
 
 from elastic_trainer.config import EXIT_USER_ERROR, Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.training.failures import fault_of_machine, leave_as_dead
-from elastic_trainer.training.worker import leave_if_sent, leave_unsaved
+from elastic_trainer.training.failures import (
+    fault_of_machine,
+    leave_as_dead,
+    leave_if_sent,
+    leave_unsaved,
+)
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
 
 REFUSALS = ("Mismatched ", "Invalid ", "No Adasum operation", "Requested to allreduce, allgather",

@@ -5,7 +5,7 @@ points and events of a worker (Events.reach, Events.emit) → here → writers (
 What always holds:
 1. Every worker makes each row, and keeps the newest ones. So a worker that becomes the first one
    has those that its predecessor had not written any more when it died.
-2. A row is complete when the user's code behind its step has run: it has the evaluations of that
+2. A row is complete when the user's code after its step has run: it has the evaluations of that
    step.
 3. A worker that is no longer the first one leaves its loggers.
 """
@@ -48,7 +48,7 @@ class Rows:
         self._row: Row | None = None
         """The row of the last step, which is not complete."""
         self._early: dict[int, dict[str, float]] = {}
-        """Evaluations behind a step that this worker has not noted yet."""
+        """Evaluations after a step that this worker has not noted yet."""
         self._first: int | None = None
         """The first step that this worker has done since the run began, or has gone back."""
         self._is_first = False

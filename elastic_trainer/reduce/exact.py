@@ -17,53 +17,40 @@ subtree per worker, and keeps the precision of 32-bit floats.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from elastic_trainer.reduce.flat import Flat, SetsDiffer, Sums
-from elastic_trainer.reduce.reducer import Collectives
+from elastic_trainer.reduce.reducer import Collectives, Reducer
 from elastic_trainer.schedule.schedule import aligned_subtrees, owned_microbatches
 
 
-class ExactReducer:
-    """Sums in the order of a fixed tree: the same bits for every world size and every history."""
+class ExactReducer(Reducer):
+    """Sums in the order of a fixed tree: the same bits for every world size and every history.
+
+    A slice is sent when all its micro-batches are added, so nothing overlaps.
+    """
 
     def __init__(self, flat: Flat, microbatches: int):
-        self.flat, self.microbatches = flat, microbatches
+        super().__init__(flat, microbatches)
         self._spare: list[Sums] = []
         self._stack: list[tuple[int, int, Sums]] = []
         self._leaf_open = False
         self._sent: dict[torch.dtype, Any] = {}
 
-    def begin(self, world: Collectives) -> range:
-        """Start a step; returns the micro-batches that this worker runs, in order."""
+    def _begin(self, world: Collectives, mine: range) -> None:
         self._spare += [sums for _, _, sums in self._stack]
         self._stack = []
-        self.flat.microbatches_run = 0
-        mine = owned_microbatches(world.rank, world.size, self.microbatches)
         self._trees = aligned_subtrees(mine, self.microbatches)
         self._open()
-        return mine
 
-    def lay_out(self, trained: Sequence[bool],
-                buffers: dict[str, torch.Tensor] | None = None) -> None:
-        """Train another set of parameters from this micro-batch on. No micro-batch of the step was
-        run yet."""
-        assert self.flat.microbatches_run == 0
+    def _laid_out(self) -> None:
         self._spare, self._leaf_open = [], False
-        self.flat.lay_out(trained, buffers)
         # These are sums of micro-batches without samples.
         self._stack = [(low, high, self.flat.new_sums()) for low, high, _ in self._stack]
         self._open()
-
-    def overlap(self, world: Collectives) -> None:
-        """Do nothing: a slice is sent when all its micro-batches are added."""
-
-    def has_sent(self) -> bool:
-        """True if other workers hold a part of this step already."""
-        return False
 
     def mine(self) -> Sums:
         """Return sums that go into this worker's part of the step, after its last micro-batch."""
@@ -137,11 +124,7 @@ class ExactReducer:
         self._sent = {dtype: self._send(world, dtype) for dtype in types}
 
     def finish(self, world: Collectives) -> None:
-        """Finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker.
-
-        Raises SetsDiffer, on all workers alike, if their micro-batches trained different
-        parameters.
-        """
+        """Finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker."""
         if world.size == 1:
             result = self._stack[0][2]
             self.flat.agreed(result[torch.float32])
@@ -184,7 +167,7 @@ class ExactReducer:
                 for _, _, sums in self._stack] if self.flat.microbatches_run else []
         if len(mine) == 1:
             outgoing = mine[0]
-        elif mine:  # one copy: slices must lie behind one another for each receiver
+        elif mine:  # one copy: slices must follow one another for each receiver
             outgoing = torch.stack(mine).view(
                 len(mine), world.size, slice_).transpose(0, 1).reshape(-1)
         else:

@@ -1,9 +1,10 @@
 """The flat buffers: all gradients of a step in one tensor per type, with counts and statistics in
 front.
 
-micro-batches → here → reducer (in place) → here → optimizer, buffers, loss
+micro-batches → here → reducer (in place) → here → optimizer, buffers, loss; step.backward(loss,
+count=…), step.log(acc=(hits, n)) → Tally → here → step.metrics
 
-One buffer: | micro-batches run | to be trained | statistics | used | tally | modes | gradients … |
+One buffer: | micro-batches run | to be trained | statistics | used | tally | mark | gradients … |
             |---- known before the backward pass -----|
 
 What always holds:
@@ -14,28 +15,151 @@ What always holds:
 3. The counts say in how many micro-batches each parameter of the model was to be trained, and in
    how many it got a gradient. From them follows whether all micro-batches trained the same
    parameters, and which parameters no micro-batch has used.
-4. In the modes, the worker that has run the step's first micro-batch marks the modules whose mode
-   (train or eval) that micro-batch has changed. One more mark tells what it has done to plain
-   attributes. All others add zeros.
+4. The worker that has run the step's first micro-batch sets the mark: whether that micro-batch has
+   left something in modules that all workers need (training/differing.py). All others add zeros.
+5. What is counted and logged has exact sums, so their order does not matter. A number is a whole
+   multiple of 2^-64, cut into limbs of 8 bits, and each limb is an element of the flat buffer.
+   32-bit floats add whole numbers exactly up to 2^24, so 2^16 workers may add their limbs. The
+   layout is fixed in the warm-up, by the names that the user's code logs there.
+6. All of it travels with the gradients, without a collective of its own. So a worker that holds the
+   gradient of a step holds its counts, too, and can finish the step alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from elastic_trainer.reduce.buffer_rules import BufferRules
-from elastic_trainer.reduce.counts import COUNT, Tally, read
+from elastic_trainer.reduce.buffers import BufferRules, Statistics
 from elastic_trainer.reduce.gradients import Gradients
-from elastic_trainer.reduce.statistics import Statistics
+
+FRACTION_BITS = 64
+LIMB_BITS, LIMBS = 8, 16
+LARGEST = 2.0 ** (LIMB_BITS * LIMBS - FRACTION_BITS - 1)
+"""Each number must be smaller than this one."""
+PARTS = 2 * LIMBS + 1
+"""Elements of one entry: two numbers, and how many of them were not finite."""
+HIDDEN = "."
+"""The beginning of names that an adapter has made, and that step.metrics does not have."""
+COUNT = "count"
+"""The entry of what was counted: the total, and the number of micro-batches that were counted."""
+
+
+class Tally:
+    """What this worker's micro-batches of a step have counted and logged."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._sums: dict[str, list[int]] = {}
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the flat buffer that the tally needs."""
+        return PARTS * len(self.names)
+
+    def lay_out(self) -> bool:
+        """Give each name that was added a place, for the rest of this process; returns whether
+        there is one."""
+        self.names = sorted(self._sums)
+        self.clear()
+        return bool(self.names)
+
+    def clear(self) -> None:
+        """Forget what was added, before the micro-batches of a step are run."""
+        self._sums = {}
+
+    def add(self, name: str, total: Any, weight: Any) -> None:
+        """Add a pair of numbers of one micro-batch."""
+        numbers = [float(total), float(weight)]
+        finite = [number if math.isfinite(number) else 0.0 for number in numbers]
+        found = [_fixed(number) for number in finite] + [numbers != finite]
+        sums = self._sums.setdefault(name, [0, 0, 0])
+        self._sums[name] = [was + new for was, new in zip(sums, found, strict=True)]
+
+    def elements(self) -> list[float]:
+        """Return what this worker adds to the flat buffer."""
+        return [element for name in self.names
+                for element in _encoded(self._sums.get(name, (0, 0, 0)))]
+
+
+def read(names: Sequence[str], elements: Sequence[float]) -> dict[str, tuple[float, float]]:
+    """Return the sums over all workers, by name: total and weight. A total is NaN if a number was
+    not finite."""
+    found = {}
+    for place, name in enumerate(names):
+        part = elements[PARTS * place : PARTS * (place + 1)]
+        total, weight = (_decoded(part[start : start + LIMBS]) for start in (0, LIMBS))
+        found[name] = (math.nan if part[-1] else total, weight)
+    return found
+
+
+def means(sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
+    """Return what was logged, as total by weight; NaN where no micro-batch logged it."""
+    return {name: total / weight if weight else math.nan
+            for name, (total, weight) in sums.items()
+            if name != COUNT and not name.startswith(HIDDEN)}
+
+
+def pair_of(name: str, value: Any) -> tuple[Any, Any]:
+    """Return a pair of numbers that was given to step.log. Raises TypeError, ValueError."""
+    is_sequence = isinstance(value, (tuple, list)) and len(value) == 2
+    if not is_sequence or not all(_is_number(part) for part in value):
+        raise TypeError(
+            f"step.log got {name}={value!r}. Give a sum and its number of items: {name}=(hits, n). "
+            "The result is the sum of the first by the sum of the second, over all micro-batches.")
+    for part in value:
+        number = float(part)
+        if math.isfinite(number) and abs(number) >= LARGEST:
+            raise ValueError(f"step.log got {name}={value!r}, which is too large. Use numbers "
+                             f"under {LARGEST:.1e}.")
+    return value[0], value[1]
+
+
+def require_count(count: Any) -> None:
+    """Raise TypeError unless a value is a count of items."""
+    if not _is_number(count) or not 0 <= float(count) < LARGEST:
+        raise TypeError(f"backward got count={count!r}. Give the number of items that the loss is "
+                        f"the sum over.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float)) or (
+        isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _fixed(number: float) -> int:
+    above, below = number.as_integer_ratio()
+    return (above << FRACTION_BITS) // below
+
+
+def _encoded(sums: Sequence[int]) -> list[float]:
+    elements = list[float]()
+    for total in sums[:2]:
+        sign, rest = (-1.0 if total < 0 else 1.0), abs(total)
+        for _ in range(LIMBS):
+            elements.append(sign * (rest & (1 << LIMB_BITS) - 1))
+            rest >>= LIMB_BITS
+        if rest:
+            raise RuntimeError(
+                f"what the micro-batches of a worker have logged in a step adds up to {total:.1e} "
+                f"or more, which is too large. Use numbers whose sum is under {LARGEST:.1e}.")
+    return [*elements, float(sums[2])]
+
+
+def _decoded(limbs: Sequence[float]) -> float:
+    total = sum(int(limb) << (LIMB_BITS * place) for place, limb in enumerate(limbs))
+    return total / (1 << FRACTION_BITS)
+
 
 ALIGNED = 16
 """The first gradient begins at a multiple of this number of elements: at a cache line, as the
 buffer does."""
 PAD = 4096
-"""Elements behind each flat buffer, so that it can be cut into equal slices for any world of up to
+"""Elements after each flat buffer, so that it can be cut into equal slices for any world of up to
 this size."""
 
 
@@ -57,21 +181,21 @@ class Layout:
     early_stop: int
     """What lies before is known before the backward pass. The counts of parameters used begin."""
     tally_start: int
-    modes_start: int
+    mark: int
     head_stop: int
-    """The end of the modes, and of all that is no gradient."""
+    """The end of all that is no gradient."""
 
 
 def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statistics: int,
-             tally: int, modes: int) -> Layout:
+             tally: int) -> Layout:
     """Return the layout for these parameters of the model, with this number of elements for the
-    statistics, for the tally and for the modes."""
+    statistics and for the tally."""
     members = [number for number, is_trained in enumerate(trained) if is_trained]
     statistics_start = 1 + len(parameters)
     early_stop = statistics_start + statistics
     tally_start = early_stop + len(parameters)
-    modes_start = tally_start + tally
-    head_stop = modes_start + modes
+    mark = tally_start + tally
+    head_stop = mark + 1
     lengths = {_sum_dtype(parameter.dtype): ALIGNED for parameter in parameters}
     lengths[torch.float32] = -(-head_stop // ALIGNED) * ALIGNED
     places = []
@@ -79,7 +203,7 @@ def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statis
         dtype, count = _sum_dtype(parameters[number].dtype), parameters[number].numel()
         places.append((dtype, lengths[dtype], lengths[dtype] + count))
         lengths[dtype] += count
-    return Layout(members, places, lengths, statistics_start, early_stop, tally_start, modes_start,
+    return Layout(members, places, lengths, statistics_start, early_stop, tally_start, mark,
                   head_stop)
 
 
@@ -93,9 +217,9 @@ class Flat:
     """The flat buffers of this worker, and what the micro-batches add to them."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter],
-                 buffers: dict[str, torch.Tensor], device: torch.device, modes: int = 0,
+                 buffers: dict[str, torch.Tensor], device: torch.device,
                  rules: BufferRules | None = None):
-        self.device, self._modes = device, modes + 1
+        self.device = device
         self.gradients = Gradients(parameters)
         self._rules = rules
         self.statistics = self._statistics_of(buffers)
@@ -117,8 +241,7 @@ class Flat:
             self.statistics = self._statistics_of(buffers)
         self.trained = list(trained)
         everyone = self.gradients.everyone
-        self.layout = laid_out(everyone, trained, self.statistics.size, self.tally.size,
-                               self._modes)
+        self.layout = laid_out(everyone, trained, self.statistics.size, self.tally.size)
         self._strides = [_stride(everyone[number]) for number in self.layout.members]
         self._one_run = torch.tensor([1.0, *map(float, trained)], device=self.device)
         """What a micro-batch adds to the counts before its backward pass."""
@@ -131,7 +254,7 @@ class Flat:
                           self._rules.of(buffers) if self._rules else None)
 
     def new_sums(self) -> Sums:
-        """Return a zeroed set of flat buffers, with room behind for equal slices."""
+        """Return a zeroed set of flat buffers, with room after for equal slices."""
         sums = Sums({dtype: torch.zeros(length + PAD, dtype=dtype, device=self.device)
                      for dtype, length in self.layout.lengths.items()})
         everyone = self.gradients.everyone
@@ -182,15 +305,11 @@ class Flat:
         sends."""
         if self.tally.size:
             elements = torch.tensor(self.tally.elements(), device=self.device)
-            layout = self.layout
-            sums[torch.float32][layout.tally_start : layout.modes_start].add_(elements)
+            sums[torch.float32][self.layout.tally_start : self.layout.mark].add_(elements)
 
-    def add_modes(self, sums: Sums, changed: list[int], attributes: int) -> None:
-        """Mark the modules whose modes the step's first micro-batch, which this worker has run, has
-        changed, and what it has done to attributes."""
-        sums[torch.float32][self.layout.head_stop - 1] += attributes
-        for number in changed:
-            sums[torch.float32][self.layout.modes_start + number] += 1.0
+    def add_mark(self, sums: Sums, mark: int) -> None:
+        """Add the mark of the step's first micro-batch; 0, if this worker has not run it."""
+        sums[torch.float32][self.layout.mark] += mark
 
     # --- what the reduced sums say ----------------------------------------------------------------
 
@@ -213,20 +332,12 @@ class Flat:
         weight."""
         if not self.tally.size:
             return {}
-        elements = self._front(self.layout.tally_start, self.layout.modes_start)
+        elements = self._front(self.layout.tally_start, self.layout.mark)
         return read(self.tally.names, elements.tolist())
 
-    def modes_changed(self) -> list[int]:
-        """Return the numbers of the modules whose modes the step's first micro-batch has
-        changed."""
-        marks: list[int] = self._front(
-            self.layout.modes_start, self.layout.head_stop - 1).nonzero().flatten().tolist()
-        return marks
-
-    def mark_of_attributes(self) -> int:
-        """Return what the step's first micro-batch has done to plain attributes
-        (attributes_moved.py)."""
-        return int(self._front(self.layout.head_stop - 1, self.layout.head_stop))
+    def mark(self) -> int:
+        """Return the mark of the step's first micro-batch. On a GPU this waits for the device."""
+        return int(self._front(self.layout.mark, self.layout.head_stop))
 
     def counted(self) -> float:
         """Return the total of what the micro-batches have counted; 0.0: the losses are means over

@@ -13,7 +13,7 @@ What always holds:
    one. A sparse gradient is isolated, too: autograd would add each of its rows to the sum of the
    micro-batch before.
 3. Between a micro-batch's backward pass and its end nothing may write to `.grad`: it would change a
-   part of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). Behind a step the
+   part of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). After a step the
    gradient is applied, so clipping it there has no effect. Both raise.
 4. The optimizer gets None for a parameter that no micro-batch has used, as in plain PyTorch.
 
@@ -45,17 +45,17 @@ class ParametersWritten(RuntimeError):
 SUM_BYTES = 4
 """The bytes of an element of a sum: gradients of fewer bits are summed in 32."""
 PROBED = 64
-"""The number of elements of a gradient that are kept while the user's code runs behind a step."""
+"""The number of elements of a gradient that are kept while the user's code runs after a step."""
 CLIP = ("To clip the gradient of the step, give the trainer clip_norm=…; it calls zero_grad(), "
         "unscale_() and step() itself.")
 SHRUNK = 16
 """The number of elements that must have become smaller, and none larger, to count as clipped."""
 WRITTEN_BEHIND = (
-    "something has changed .grad behind the backward pass of a batch (clip_grad_norm_, zero_grad, "
+    "something has changed .grad after the backward pass of a batch (clip_grad_norm_, zero_grad, "
     "unscale_, another backward pass). A batch is one micro-batch of the step, so its gradient is "
     f"only a part. {CLIP} Run other backward passes before it, or add the losses.")
 CLIPPED_BEHIND = (
-    "the gradient was clipped or scaled behind the inner loop, where it has no effect: the step is "
+    "the gradient was clipped or scaled after the inner loop, where it has no effect: the step is "
     f"applied already. {CLIP} For backward passes of your own there, use torch.autograd.grad.")
 
 
@@ -182,7 +182,7 @@ class Gradients:
 
     @contextmanager
     def without_sparse(self) -> Iterator[None]:
-        """Raise GradientsWritten behind a backward pass that has added a sparse gradient to a
+        """Raise GradientsWritten after a backward pass that has added a sparse gradient to a
         sum."""
         sparse = dict[str, int]()
 
@@ -212,9 +212,9 @@ class Gradients:
     def close(self) -> list[int]:
         """End a micro-batch; returns which of the trained parameters have got a gradient.
 
-        Raises GradientsWritten if its backward pass, or code behind it, wrote more than one sum,
+        Raises GradientsWritten if its backward pass, or code after it, wrote more than one sum,
         ParametersWritten, and RuntimeError if `.grad` of an isolated micro-batch was written to
-        behind the backward pass.
+        after the backward pass.
         """
         self.check_parameters()
         self._check_left()
@@ -241,10 +241,10 @@ class Gradients:
             total.add_(gradient.to_dense() if gradient.is_sparse else gradient)
         return used
 
-    # --- behind a step ----------------------------------------------------------------------------
+    # --- after a step ----------------------------------------------------------------------------
 
     def note_applied(self) -> None:
-        """Note the largest gradient of the step that was applied, while the user's code runs behind
+        """Note the largest gradient of the step that was applied, while the user's code runs after
         it."""
         gradients = (parameter.grad for parameter in self._by_size)
         largest = next((one for one in gradients if one is not None), None)
@@ -252,7 +252,7 @@ class Gradients:
             largest, largest._version, _first(largest).clone())
 
     def check_applied(self) -> None:
-        """Raise RuntimeError if the user's code has clipped the gradient of the step behind it.
+        """Raise RuntimeError if the user's code has clipped the gradient of the step after it.
 
         A backward pass there adds to `.grad`, and zero_grad() clears it: neither does harm.
         Clipping makes no element larger, and keeps its sign. Where there are less than SHRUNK

@@ -1,13 +1,11 @@
 """Gradients of all micro-batches become one: what a reducer is, and what it needs of the world.
 
-forward/backward of my micro-batches → here → vote → apply
-
-- gradients.py: `.grad` of the parameters, and what the user's code writes to it.
-- flat.py: the flat buffers, and where everything lies in them.
-- statistics.py: the loss and the changes of the model's buffers, in front of the gradients.
-- tally.py: what the micro-batches have counted and logged, in front of the gradients, too.
-- exact.py: the reducer whose sums have the same bits for every world size.
-- ring.py: the reducer that uses a float allreduce.
+    loss      training/microbatches.py: one batch at a time in the user's hands, step.backward(loss)
+    flat      gradients.py, flat.py: autograd adds into flat buffers, with counts in front;
+              buffers.py: the loss, and what a step does to the model's buffers
+    reduce    exact.py (the same bits for every world size), ring.py (a float allreduce)
+    vote      training/loop.py: all workers hold the sums, or none applies them
+    apply     training/apply.py: weights, optimizer, buffers and cursor, together
 
 What always holds:
 1. The gradients of a step are summed in place, in the buffers that autograd adds them to.
@@ -15,25 +13,32 @@ What always holds:
 3. Weights of micro-batches are micro-batch / batch, so the result is the gradient of the mean over
    the global batch.
 4. Nothing that outlives the step changes in here.
+5. TracedWorld changes no tensor, and asks the world for the same collectives in the same order: it
+   puts them into the mark and on the timeline, one span for each bucket.
 
 What it does not do: sparse gradients (they are added densely).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from elastic_trainer.reduce.flat import Sums
+from elastic_trainer.events.trace import Trace
+from elastic_trainer.reduce.flat import Flat, Sums
+from elastic_trainer.schedule.schedule import owned_microbatches
 
 
 class Collectives(Protocol):
     """What a reducer needs of the world."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any: ...
     def wait(self, handle: Any) -> torch.Tensor: ...
@@ -42,36 +47,122 @@ class Collectives(Protocol):
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
 
 
-class Reducer(Protocol):
+class Reducer(ABC):
     """Sums the flat buffers of all workers. The methods are called in this order."""
+
+    def __init__(self, flat: Flat, microbatches: int):
+        self.flat, self.microbatches = flat, microbatches
 
     def begin(self, world: Collectives) -> range:
         """Start a step; returns the micro-batches that this worker runs, in order."""
+        self.flat.microbatches_run = 0
+        mine = owned_microbatches(world.rank, world.size, self.microbatches)
+        self._begin(world, mine)
+        return mine
+
+    @abstractmethod
+    def _begin(self, world: Collectives, mine: range) -> None: ...
 
     def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
         """Announce the next micro-batch; call the result after its backward pass."""
+        return lambda: None
 
     def lay_out(self, trained: Sequence[bool],
                 buffers: dict[str, torch.Tensor] | None = None) -> None:
         """Train another set of parameters from this micro-batch on. No micro-batch of the step was
         run yet."""
+        assert self.flat.microbatches_run == 0
+        self.flat.lay_out(trained, buffers)
+        self._laid_out()
+
+    @abstractmethod
+    def _laid_out(self) -> None: ...
 
     def overlap(self, world: Collectives) -> None:
         """Let the last micro-batch's backward pass, which comes next, start the network if it
         can."""
+        return None
 
     def has_sent(self) -> bool:
         """True if other workers hold a part of this step already."""
+        return False
 
     def mine(self) -> Sums:
         """Return sums that go into this worker's part of the step, after its last micro-batch."""
+        return self.flat.sums
 
+    @abstractmethod
     def send(self, world: Collectives) -> None:
         """Start what is not on its way, without waiting for it."""
 
+    @abstractmethod
     def finish(self, world: Collectives) -> None:
         """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker.
 
         Raises SetsDiffer, on all workers alike, if their micro-batches trained different
         parameters.
         """
+
+
+class Sent(NamedTuple):
+    """A collective on its way, and what the timeline has to know of it."""
+
+    handle: Any
+    name: str
+    size_bytes: int
+    began: int
+
+
+class TracedWorld:
+    """The collectives of a world, on the timeline."""
+
+    def __init__(self, world: Collectives, trace: Trace):
+        self.world, self.trace = world, trace
+
+    @property
+    def rank(self) -> int:
+        """This worker's number, which changes with the generation."""
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        """The number of workers."""
+        return self.world.size
+
+    def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
+        """Start to sum a tensor over all workers in place."""
+        began = self.trace.now()
+        return Sent(self.world.allreduce_start(tensor, name), name, tensor.nbytes, began)
+
+    def wait(self, handle: Any) -> torch.Tensor:
+        """Wait for a collective."""
+        self.trace.mark.bucket = handle.name
+        with self.trace.span(f"wait {handle.name}"):
+            result = self.world.wait(handle.handle)
+        self._end(handle)
+        return result
+
+    def exchange_start(self, tensor: torch.Tensor, splits: list[int], name: str) -> Any:
+        """Start to send each worker its part of a flat tensor."""
+        began = self.trace.now()
+        return Sent(self.world.exchange_start(tensor, splits, name), name, tensor.nbytes, began)
+
+    def exchanged(self, handle: Any) -> tuple[torch.Tensor, list[int]]:
+        """Wait for an exchange."""
+        self.trace.mark.bucket = handle.name
+        with self.trace.span(f"wait {handle.name}"):
+            result = self.world.exchanged(handle.handle)
+        self._end(handle)
+        return result
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the tensors of all workers, joined by rank."""
+        self.trace.mark.bucket = name
+        began = self.trace.now()
+        with self.trace.span(f"wait {name}"):
+            result = self.world.allgather(tensor, name)
+        self._end(Sent(None, name, tensor.nbytes, began))
+        return result
+
+    def _end(self, sent: Sent) -> None:
+        self.trace.add_transfer(sent.name, sent.began, bytes=sent.size_bytes)

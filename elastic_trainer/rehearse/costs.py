@@ -27,7 +27,7 @@ import numpy.typing as npt
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.segments import Reader, has_events
 from elastic_trainer.events.sentences import ENDINGS
-from elastic_trainer.state.upload_cost import UploadCost
+from elastic_trainer.state.cadence import UploadCost
 
 MOST_S, MOST_SAMPLES = 1e7, 1e12
 """The largest values of --cost."""

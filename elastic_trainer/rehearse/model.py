@@ -18,8 +18,8 @@ What always holds:
 What it does not do: let an upload fail, or slow steps down while workers boot or checkpoints are
 sent. Goodput is a share of the time, so it does not depend on that.
 
-Source: the policies are those of driver/rounds.py (who enters, and when) and state/cadence.py. Two
-recorded replays check it (tests/test_plan.py).
+Source: the policies are those of driver/rounds.py (who enters, and when) and
+state/cadence.py. Two recorded replays check it (tests/test_plan.py).
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.schedule.schedule import require_whole
 
 Multiplier = Callable[[int], float]
 
@@ -41,8 +42,8 @@ def cosine(*, warmup_steps: int, total_steps: int, floor: float = 0.0) -> Multip
 def step_decay(*, every_steps: int, factor: float = 0.1, warmup_steps: int = 0) -> Multiplier:
     """Return the multiplier that rises linearly to 1, and falls by `factor` at each multiple of
     `every_steps` (torch's StepLR, with a warm-up). Raises ConfigError."""
-    _require_whole("every_steps", every_steps, 1)
-    _require_whole("warmup_steps", warmup_steps, 0)
+    require_whole("every_steps", every_steps, 1)
+    require_whole("warmup_steps", warmup_steps, 0)
     if not 0.0 < factor <= 1.0:
         raise ConfigError(f"factor is {factor}, but the learning rate must fall. Use a number "
                           f"above 0, up to 1.")
@@ -52,7 +53,7 @@ def step_decay(*, every_steps: int, factor: float = 0.1, warmup_steps: int = 0) 
 def inverse_root(*, warmup_steps: int) -> Multiplier:
     """Return the multiplier that rises linearly to 1, then falls with the inverse square root of
     the step (Vaswani et al., 2017, section 5.3, scaled to a highest value of 1)."""
-    _require_whole("warmup_steps", warmup_steps, 1)
+    require_whole("warmup_steps", warmup_steps, 1)
     return lambda step: min((step + 1) / warmup_steps, math.sqrt(warmup_steps / (step + 1)))
 
 
@@ -86,8 +87,8 @@ def linear_scaling(*, base_batch: int, warmup_steps: int = 0,
 
     Raises ConfigError.
     """
-    _require_whole("base_batch", base_batch, 1)
-    _require_whole("warmup_steps", warmup_steps, 0)
+    require_whole("base_batch", base_batch, 1)
+    require_whole("warmup_steps", warmup_steps, 0)
     if then is not None and not callable(then):
         raise ConfigError(f"then is {then!r}. Use a function of the step, such as cosine(…).")
     return LinearScaling(base_batch, warmup_steps, then or constant())
@@ -95,8 +96,8 @@ def linear_scaling(*, base_batch: int, warmup_steps: int = 0,
 
 def _falling(fall: Callable[[float], float], warmup_steps: int, total_steps: int,
              floor: float) -> Multiplier:
-    _require_whole("warmup_steps", warmup_steps, 0)
-    _require_whole("total_steps", total_steps, 1)
+    require_whole("warmup_steps", warmup_steps, 0)
+    require_whole("total_steps", total_steps, 1)
     if warmup_steps >= total_steps:
         raise ConfigError(
             f"warmup_steps is {warmup_steps}, so the learning rate would never fall in "
@@ -117,8 +118,3 @@ def _falling(fall: Callable[[float], float], warmup_steps: int, total_steps: int
 def _rise(step: int, warmup_steps: int) -> float:
     """Return how much of a linear warm-up is done: 1 / warmup_steps in the first step."""
     return 1.0 if step >= warmup_steps else (step + 1) / warmup_steps
-
-
-def _require_whole(key: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key} is {value!r}. Use a whole number from {least}.")

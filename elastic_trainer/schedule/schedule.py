@@ -21,7 +21,9 @@ What it does not do: read data, know the history of a rank, balance micro-batche
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,11 +69,11 @@ class Schedule:
 
     def __post_init__(self) -> None:
         for key in ("dataset_size", "global_batch", "microbatches"):
-            _require_whole(key, getattr(self, key), 1)
-        _require_whole("seed", self.seed, 0)
+            require_whole(key, getattr(self, key), 1)
+        require_whole("seed", self.seed, 0)
         for key in ("epochs", "max_steps"):
             if getattr(self, key) is not None:
-                _require_whole(key, getattr(self, key), 1)
+                require_whole(key, getattr(self, key), 1)
         if self.dataset_size > MAX_DATASET_SIZE:
             raise ConfigError(
                 f"dataset_size is {self.dataset_size}. Use at most {MAX_DATASET_SIZE}.")
@@ -83,7 +85,7 @@ class Schedule:
                 f"microbatches is {self.microbatches}, more than global_batch "
                 f"{self.global_batch}, so some would be empty at every step. Use at most "
                 f"{self.global_batch} micro-batches.")
-        _require_whole("min_microbatch_samples", self.min_microbatch_samples, 1)
+        require_whole("min_microbatch_samples", self.min_microbatch_samples, 1)
         if self.min_microbatch_samples > self.global_batch // self.microbatches:
             raise ConfigError(
                 f"min_microbatch_samples is {self.min_microbatch_samples}, but global_batch "
@@ -296,6 +298,53 @@ def aligned_subtrees(owned: range, microbatches: int) -> list[range]:
     return nodes
 
 
-def _require_whole(key: str, value: object, least: int) -> None:
+def require_whole(key: str, value: object, least: int) -> None:
+    """Raise ConfigError unless a value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{key} is {value!r}. Use a whole number from {least}.")
+
+
+MOST_TRIED = 1000
+"""The largest number of values that are tried for one option."""
+
+
+def fact_of(schedule: Schedule) -> str:
+    """Return where the smallest micro-batch of a run comes from."""
+    samples = schedule.smallest_microbatch
+    if samples == schedule.global_batch // schedule.microbatches:
+        return (f"global_batch {schedule.global_batch} in {schedule.microbatches} micro-batches "
+                f"gives micro-batches of {_counted(samples)}")
+    left = schedule.dataset_size % schedule.global_batch
+    return f"The last step of each epoch has {_counted(left)}, its smallest micro-batch {samples}"
+
+
+def _counted(samples: int) -> str:
+    return "1 sample" if samples == 1 else f"{samples} samples"
+
+
+def remedy_for(schedule: Schedule, needed: int) -> str:
+    """Return what to change, so that the smallest micro-batch of the run has as many samples as
+    needed."""
+    batch, microbatches = schedule.global_batch, schedule.microbatches
+    tried: list[tuple[str, Iterable[Any]]] = [
+        ("drop_last", [True]), ("min_microbatch_samples", [needed]),
+        ("microbatches", range(min(microbatches, MOST_TRIED) - 1, 0, -1)),
+        ("global_batch", (*range(batch + 1, batch + MOST_TRIED), needed * microbatches))]
+    found = (_first(schedule, needed, name, values) for name, values in tried)
+    *others, last = [one for one in found if one] or ["another dataset"]
+    return f"Use {', '.join(others)}{' or ' if others else ''}{last}."
+
+
+def _first(schedule: Schedule, needed: int, name: str, values: Iterable[Any]) -> str:
+    """Return the first value of an option with which all micro-batches are large enough; "":
+    none."""
+    # With other numbers, min_microbatch_samples of a model with BatchNorm is 2 again (job.py).
+    is_too_small = schedule.global_batch < needed * schedule.microbatches
+    more = {"min_microbatch_samples": needed} if is_too_small else {}
+    for value in values:
+        try:
+            if replace(schedule, **(more | {name: value})).smallest_microbatch >= needed:
+                return f"{name}={value}"
+        except ConfigError:
+            pass
+    return ""

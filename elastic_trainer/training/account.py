@@ -14,18 +14,13 @@ from typing import Any
 
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.events import summary as report
-from elastic_trainer.events.log import Events
 from elastic_trainer.events.versions import versions
 from elastic_trainer.host.modes import write_text
 from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.commit_log import CommitLog, Damaged
-from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import StoreUnavailable
-from elastic_trainer.state.stores import open_store
-from elastic_trainer.training.apply import StepEnd
+from elastic_trainer.state.store import StoreUnavailable, open_store
 from elastic_trainer.training.configured import allowed_settings, compared, hold_given
-from elastic_trainer.training.job import Job
 from elastic_trainer.training.proving import remarks_on_random
 from elastic_trainer.training.settings import (
     PROOF,
@@ -35,6 +30,7 @@ from elastic_trainer.training.settings import (
     schedule_differs,
     settle,
 )
+from elastic_trainer.training.work import Work
 from elastic_trainer.wire.proof import Proof, differences, refused, remedy, sentence
 from elastic_trainer.world.arithmetic import (
     Arithmetic,
@@ -52,10 +48,9 @@ steps done and planned."""
 class Account:
     """One worker's account of the run."""
 
-    def __init__(self, job: Job, state: LiveState, launch: Launch, events: Events, reduce: str,
-                 every: Cadence):
-        self.job, self.state, self.launch, self.events = job, state, launch, events
-        self.reduce, self.every = reduce, every
+    def __init__(self, work: Work, launch: Launch, every: Cadence):
+        self.job, self.state, self.events = work.job, work.state, work.events
+        self.launch, self.reduce, self.every = launch, work.reduce, every
         self._proof: Proof | None = None
         """That of this worker; None: it has none."""
         self._is_proof_logged = False
@@ -95,19 +90,11 @@ class Account:
     def describe(self) -> None:
         """Log the numbers of the job."""
         schedule = self.job.schedule
-        self.events.emit("job.described",
-                         dataset_size=schedule.dataset_size,
-                         global_batch=schedule.global_batch,
-                         microbatches=schedule.microbatches,
-                         epochs=schedule.epochs,
-                         seed=schedule.seed,
-                         steps=schedule.steps,
-                         reduce=self.reduce,
-                         checkpoint_every=str(self.every),
-                         drop_last=schedule.drop_last,
-                         max_steps=schedule.max_steps,
-                         dropped_samples=schedule.dropped_samples,
-                         **facts_of(schedule.order))
+        numbers = {name: getattr(schedule, name) for name in (
+            "dataset_size", "global_batch", "microbatches", "epochs", "seed", "steps", "drop_last",
+            "max_steps", "dropped_samples")}
+        self.events.emit("job.described", reduce=self.reduce, checkpoint_every=str(self.every),
+                         **numbers, **facts_of(schedule.order))
 
     def enter(self, world: World) -> None:
         """Log the job, at the beginning of a generation."""
@@ -120,21 +107,20 @@ class Account:
         if self.launch.run_dir:
             report.take_back_result(self.launch.run_dir, self.steps_due())
 
-    def step_committed(self, step: int, step_s: float, end: StepEnd, rank: int,
-                       **more: Any) -> None:
-        """Log a finished step, with what it has logged, by rank 0 alone. Loggers note it on every
+    def step_committed(self, step: int, step_s: float, rank: int, found: Mapping[str, float],
+                       is_skipped: bool, **more: Any) -> None:
+        """Log a finished step, with what it has `found`, by rank 0 alone. Loggers note it on every
         worker: another one may become the first."""
         if rank != 0 and not self.events.listeners:
             return
         samples, digest, *_ = self.state.last_vote
-        found = end.metrics
         self.events.reach(
             "step.noted", step=step, samples=samples, loss=self.state.loss, metrics=found,
             lr=self.state.rates.used, step_s=step_s, run_id=self.state.run_id, **more)
         if rank != 0:
             return
         metrics = {"metrics": found} if found else {}
-        skipped = {"skipped": True} if end.is_skipped(self.state.loss) else {}
+        skipped = {"skipped": True} if is_skipped else {}
         self.events.emit(
             "worker.step_committed", step=step, samples=samples, digest=digest,
             loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5), **metrics,
@@ -195,8 +181,8 @@ class Account:
         for remark in remarks:
             self.remark(remark, rank)
 
-    def compare_with_writer(self, step: int, mine: Arithmetic | None, facts: Mapping[str,
-                                                                                     Any]) -> None:
+    def compare_with_writer(self, step: int, mine: Arithmetic | None,
+                            facts: Mapping[str, Any]) -> None:
         """Log that a run goes on with other arithmetic than its checkpoint was computed with: this
         is allowed, but the bits are not the same any more."""
         writers = None
@@ -224,7 +210,7 @@ class Account:
             self.remark(Remark(
                 "job.best_not_found",
                 f"best is to follow {best.rule.metric!r}, but no evaluation gave a finite value of "
-                f"it, so no checkpoint is kept as the best. Call trainer.evaluate(…) behind steps.",
+                f"it, so no checkpoint is kept as the best. Call trainer.evaluate(…) after steps.",
                 facts), rank)
 
     def _finished_early(self, world: World, mine: str | None) -> None:
@@ -245,7 +231,7 @@ class Account:
 def is_finished(run_dir: Path | None, steps: int) -> bool:
     """Return whether the run of this folder is finished, with these steps planned.
 
-    Then the loop yields no micro-batch to be tried. Otherwise the user's code would run behind a
+    Then the loop yields no micro-batch to be tried. Otherwise the user's code would run after a
     step that does not exist.
     """
     if run_dir is None:

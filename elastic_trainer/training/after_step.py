@@ -1,7 +1,8 @@
-"""The user's code behind a step: whether it has run; and the clock of the run.
+"""The user's code after a step: whether it has run, and whether it asks to stop; the run's clock.
 
-apply (a step, or a phase, is finished) → here → the user's code, once: behind the step, and before
-the batches of the next one → checkpoint, change of the world, next step
+apply (a step, or a phase, is finished) → here → the user's code, once: after the step, and before
+the batches of the next one → checkpoint, change of the world, next step;
+step.stop(reason), keep_best(patience=…) → here → the vote (loop.py) → all workers
 
 What always holds:
 1. A step, or a phase, that this worker has applied is handed over exactly once. Then the next step
@@ -20,32 +21,56 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from elastic_trainer.evaluate.best import Best
 from elastic_trainer.evaluate.evaluation import Evaluations
-from elastic_trainer.reduce.gradients import Gradients
 from elastic_trainer.state.layout import unpack
-from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.training.moves import Begun, Finished, Move, PhaseFinished
+from elastic_trainer.training.stages import Begun, Finished, PhaseFinished, Stage
+from elastic_trainer.training.work import Work
 
 
-class Behind:
-    """How far the user's code behind the steps has run, on this worker."""
+class StopRequest:
+    """Why this worker asks to finish the run, if it does."""
 
-    def __init__(self, state: LiveState, gradients: Gradients, steps_due: Callable[[], int],
-                 evaluations: Evaluations):
-        self.state, self.gradients, self._steps_due = state, gradients, steps_due
+    def __init__(self, best: Best | None = None) -> None:
+        self._asked: str | None = None
+        self._best = best
+
+    def __repr__(self) -> str:
+        return f"StopRequest({self.reason!r})"
+
+    @property
+    def reason(self) -> str | None:
+        """What the user's code has asked for, or that patience is exhausted."""
+        return self._asked if self._asked is not None or not self._best else self._best.why_over()
+
+    def ask(self, reason: str) -> None:
+        """Ask for it."""
+        self._asked = reason
+
+    def forget(self) -> None:
+        """Forget what was asked: the run goes back, and the step that it came from is undone."""
+        self._asked = None
+
+
+class AfterStep:
+    """How far the user's code after the steps has run, on this worker."""
+
+    def __init__(self, work: Work, steps_due: Callable[[], int], evaluations: Evaluations):
+        self.work, self._steps_due = work, steps_due
+        self.state, self.gradients = work.state, work.flat.gradients
         self.evaluations = evaluations
         self.ticks = -1
-        """How many phases were finished when the user's code last ran behind one; -1: this worker
+        """How many phases were finished when the user's code last ran after one; -1: this worker
         has not joined."""
         self._has_handed_over = False
         self.is_running = False
-        """True while the user's code runs behind a step."""
+        """True while the user's code runs after a step."""
         self._zero_at: float | None = None
         """The time at which the run would have begun if it had trained without a break; None: the
         clock does not run yet."""
 
     def __repr__(self) -> str:
-        return f"<Behind tick {self.ticks} of {self.state.ticks}>"
+        return f"<AfterStep tick {self.ticks} of {self.state.ticks}>"
 
     def enter(self) -> None:
         """Begin a generation. A newcomer does not run the code of steps that others have done."""
@@ -57,8 +82,19 @@ class Behind:
         """Begin where the state was restored: with the steps and the clock of a checkpoint."""
         self.ticks, self._zero_at = self.state.ticks, None
 
-    def hand_over(self) -> Iterator[Move]:
-        """Yield the step, or the phase, that was applied, unless the user's code has run behind it;
+    def leave(self) -> int | None:
+        """Leave the live state to this process's successor, and return the descriptor of its
+        memory; None if it is half changed."""
+        return None if self.is_running else self.work.leave(self.ticks)
+
+    def take_up(self, memory: int | None) -> bool:
+        """Go on with the live state that this process left; returns whether there was one."""
+        handed_over = self.work.take_up(memory)
+        self.ticks = self.ticks if handed_over is None else handed_over
+        return handed_over is not None
+
+    def hand_over(self) -> Iterator[Stage]:
+        """Yield the step, or the phase, that was applied, unless the user's code has run after it;
         then the step that begins, if there is one. If a generation broke in an evaluation of that
         code, it goes on there. Raises RuntimeError if that code clips the gradient."""
         state, ticks = self.state, self.state.ticks
@@ -77,12 +113,12 @@ class Behind:
             self.is_running, self.ticks = False, ticks
 
     def owes(self) -> bool:
-        """Return whether the user's code has not ended behind the last finished step."""
+        """Return whether the user's code has not ended after the last finished step."""
         return -1 < self.ticks < self.state.ticks
 
     def show_last(self) -> Iterator[Finished]:
         """Yield the last step of a run that was finished before this worker has joined it. The
-        user's loop has begun a step that there is not, and its code behind a step runs once more.
+        user's loop has begun a step that there is not, and its code after a step runs once more.
         What that changes in the state is put back: the last checkpoint has it already.
 
         Costs: one copy of the state.
@@ -99,7 +135,7 @@ class Behind:
         return self.state.committed >= self._steps_due()
 
     def is_at_begin(self) -> bool:
-        """Return whether the state is that of a step's begin: the user's code has run behind all
+        """Return whether the state is that of a step's begin: the user's code has run after all
         finished steps."""
         return self.state.phase == 0 and self.ticks in (-1, self.state.ticks)
 

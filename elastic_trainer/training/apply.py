@@ -17,26 +17,22 @@ import math
 import torch
 
 from elastic_trainer.data.seeds import seed_everything, seed_of
-from elastic_trainer.events.log import Events
-from elastic_trainer.reduce.buffer_values import results
-from elastic_trainer.reduce.counts import COUNT, means
-from elastic_trainer.reduce.flat import Flat
-from elastic_trainer.reduce.statistics import MOST_CHANGE
+from elastic_trainer.reduce.buffers import MOST_CHANGE, results
+from elastic_trainer.reduce.flat import COUNT, means
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
-from elastic_trainer.training.job import Job
-from elastic_trainer.training.losses import LossNotFinite, not_finite, verdict
-from elastic_trainer.training.microbatches import Microbatches
+from elastic_trainer.training.failures import Losses, LossNotFinite, not_finite, verdict
 from elastic_trainer.training.several_optimizers import members_of, parameters_of
+from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import World
 
 
 class StepEnd:
     """The end of a step whose gradient every worker holds."""
 
-    def __init__(self, job: Job, state: LiveState, flat: Flat, events: Events):
-        self.job, self.state, self.flat, self.events = job, state, flat, events
+    def __init__(self, work: Work):
+        self.job, self.state, self.flat, self.events = work.job, work.state, work.flat, work.events
         self.grad_norm: torch.Tensor | None = None
         """The norm of the last gradient before it was clipped; None without `clip_norm`."""
 
@@ -49,7 +45,7 @@ class StepEnd:
         """Return whether a step of this loss is finished without being applied."""
         return self.job.on_nan == "skip" and not math.isfinite(loss)
 
-    def judge_loss(self, step: int, microbatches: Microbatches, world: World) -> None:
+    def judge_loss(self, step: int, losses: Losses, world: World) -> None:
         """Report a loss that is not finite, and raise LossNotFinite on all workers if the job asks
         for it."""
         if self.flat.has_lost_digits():
@@ -65,23 +61,17 @@ class StepEnd:
         loss, on_nan = self.flat.mean_loss(), self.job.on_nan
         if math.isfinite(loss):
             return
-        mine = not_finite(microbatches.losses)
+        mine = not_finite(losses)
         is_first = step == 0 or math.isfinite(self.state.loss)  # of several in a row
         if mine and (on_nan != "continue" or is_first):
-            self.events.emit(
-                "worker.loss_not_finite",
-                step=step,
-                loss=loss,
-                microbatches=sorted(mine),
-                samples=[mine[microbatch] for microbatch in sorted(mine)],
-                on_nan=on_nan,
-            )
+            self.events.emit("worker.loss_not_finite", step=step, loss=loss, on_nan=on_nan,
+                             microbatches=sorted(mine),
+                             samples=[mine[microbatch] for microbatch in sorted(mine)])
         if on_nan == "raise":
             texts = world.gather_texts(json.dumps(list(mine.items())))  # network, before all stop
             self.state.restore()
             raise LossNotFinite(
-                verdict(step, loss, dict(item for text in texts for item in json.loads(text)))
-            )
+                verdict(step, loss, dict(item for text in texts for item in json.loads(text))))
 
     def _require_count(self, step: int) -> None:
         """Raise RuntimeError, on all workers, if some micro-batches were counted and others not, or
@@ -109,7 +99,6 @@ class StepEnd:
         state.is_applying = True
         if self.is_skipped(loss := self.flat.mean_loss()):
             state.restore()
-            state.extra_state.forget()
             state.loss = loss
             state.rates.set(job.rate(state.committed))
         else:
@@ -144,10 +133,10 @@ class StepEnd:
         self.flat.divide()
         self.flat.hand_out()
         found = self._buffers()
-        state.loss = self.flat.apply_statistics(state.buffers_before(), state.buffers)
+        state.loss = self.flat.apply_statistics(state.model_buffers.before, state.buffers)
         for name, value in found.items():
             state.buffers[name].copy_(value)
-        state.modes.apply(self.flat.modes_changed())
+        state.modes.apply()
         state.attributes.apply()
         if job.scaler:
             job.scaler.unscale_(optimizer)

@@ -6,7 +6,7 @@ trainer.averaged() → the model with the averaged weights, for a while
 What always holds:
 1. Every worker computes the average itself, from weights that are the same on every worker.
 2. Parameters stay the same objects. While the averaged weights are shown, the trained values lie
-   aside, untouched. Moves of an evaluation see the trained values.
+   aside, untouched. Stages of an evaluation see the trained values.
 3. Buffers are the model's. What changes them while the average is shown (a refresh of BatchNorm)
    is dropped with it.
 

@@ -33,11 +33,9 @@ from elastic_trainer.state.checkpoint import Peers, Plan
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import Fenced
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
 from elastic_trainer.state.upload import Share
-from elastic_trainer.training.timing import Timing
-from elastic_trainer.training.unsaved import Told, no_checkpoint, tell_last, unsaved
+from elastic_trainer.training.timing import Timing, Told, no_checkpoint, tell_last, unsaved
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Driver
 from elastic_trainer.world.vote import CheckpointBallot, Outcome
@@ -284,7 +282,7 @@ class Checkpointing:
     def obey(self, control: Outcome, world: Peers) -> None:
         """Do what the vote has decided, after the step is applied. All workers do the same.
 
-        Costs: one copy of my share, if a checkpoint begins. All else is behind the training.
+        Costs: one copy of my share, if a checkpoint begins. All else is beside the training.
         """
         if (checkpoints := self.checkpoints) is None:
             return

@@ -43,7 +43,7 @@ from elastic_trainer.state.configuration import (
     require_options,
     taken,
 )
-from elastic_trainer.state.rates import Rates
+from elastic_trainer.state.optimizer_values import Rates
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.option_names import Words
 from elastic_trainer.training.settings import CONFIGURATION, Remark, configuration_differs

@@ -1,16 +1,24 @@
-"""Settings of torch with which a computation gives the same bits twice, on a GPU and on a CPU.
+"""What the bits of a computation depend on: torch's settings, its compiler, this machine.
 
-device and reducer → here → torch
+device and reducer → here → torch; warm-up → here (`probe_program`, `probe_facts`) → Arithmetic →
+driver
 
 What always holds:
-1. On a CPU, and under `ring`, no setting is changed.
+1. On a CPU no setting of torch is changed. Under `ring` none is changed, and none of the compiler.
 2. If a setting of the user contradicts `exact`, a ConfigError is raised. It is never overwritten.
 3. TF32 is off. It rounds a product to 10 bits on GPUs that have it, and GPUs that do not have it
    give other bits. By default PyTorch uses it in cuDNN.
+4. With `exact` torch.compile compiles a program for each shape. By default torch compiles the
+   second shape that a function gets for all shapes, and then takes that program for the first
+   shape, too. The two have other bits (measured with a convolution and BatchNorm, torch 2.13), and
+   the shapes that a worker has seen depend on the world. More shapes than torch's limit are an
+   error: by default torch stops to compile, and the rest has the bits of the interpreter. The
+   compiler chooses no kernel by trial.
 
 What it does not do: make the bits equal on different kinds of GPU, or with different versions of
 CUDA, cuDNN and torch. An operation without a deterministic form raises (torch names it). Custom
 kernels are not checked, nor are cuBLAS handles that a product of matrices made before `train()`.
+It does not import the compiler (the first optimizer does so, for 4 s), and times nothing.
 
 Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, torch/utils/deterministic.py and
 torch/backends/cudnn/__init__.py (2.13); cuBLAS, "Results reproducibility", for the workspace. MKL's
@@ -20,13 +28,22 @@ kernels: pytorch/pytorch#188792, and ATen/cpu/vml.h for the functions.
 from __future__ import annotations
 
 import os
+import platform
+import re
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.data.batches import add_note
+from elastic_trainer.world.replicas import fingerprint
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
@@ -38,6 +55,7 @@ VECTOR_FUNCTIONS = ("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp
 """What torch hands to MKL's vector library on a CPU."""
 
 
+@cache
 def choose_kernels() -> None:
     """Let MKL choose its kernel for each vector function, in one thread. This takes some
     milliseconds the first time.
@@ -138,3 +156,105 @@ def apply(settings: Settings) -> None:
     torch.backends.cudnn.deterministic = settings.has_deterministic_convolutions
     if current().has_tf32_convolutions != settings.has_tf32_convolutions:
         torch.backends.cudnn.allow_tf32 = settings.has_tf32_convolutions
+
+
+DYNAMO, INDUCTOR = "torch._dynamo.config", "torch._inductor.config"
+CompilerSettings = Mapping[tuple[str, str], bool]
+"""Values of torch's settings, by module and name."""
+COMPILER_EXACT: CompilerSettings = {
+    (DYNAMO, "automatic_dynamic_shapes"): False,
+    (DYNAMO, "fail_on_recompile_limit_hit"): True,
+    (INDUCTOR, "deterministic"): True,
+}
+MANY_SHAPES = (
+    "elastic-trainer: with reduce=\"exact\" each shape is compiled for itself, so that the bits do "
+    "not depend on the shapes that a worker has seen before. For inputs of many shapes use "
+    "torch.compile(…, dynamic=True), pad the batches to few shapes, or use reduce=\"ring\". "
+    "Numbers that change in each step (step.number) count as shapes: give them as tensors.")
+
+
+def compiler_settings() -> CompilerSettings:
+    """Return the values of these settings, where the compiler is imported."""
+    return {(module, name): getattr(sys.modules[module], name)
+            for module, name in COMPILER_EXACT if hasattr(sys.modules.get(module), name)}
+
+
+def set_compiler(settings: CompilerSettings) -> None:
+    """Set them, in this process, where the compiler is imported."""
+    for module, name in compiler_settings():
+        if (module, name) in settings:
+            setattr(sys.modules[module], name, settings[module, name])
+
+
+def compiled_programs() -> int:
+    """Return how many functions the compiler has compiled in this process."""
+    found: Any = sys.modules.get("torch._dynamo.utils")
+    return int(found.counters["frames"]["ok"]) if found else 0
+
+
+def advise_on_shapes(error: BaseException) -> None:
+    """Add the remedy to torch's error for too many shapes."""
+    if type(error).__name__ == "FailOnRecompileLimitHit":
+        add_note(error, MANY_SHAPES)
+
+
+def expect_exact(device_type: str, reduce: str | None) -> None:
+    """Let torch compute as `exact` needs it where no reducer is known yet: in a standby."""
+    if device_type == "cuda":  # cuBLAS reads this at its first product
+        os.environ.setdefault(WORKSPACE, WORKSPACES[0])
+    if reduce != "ring":
+        set_compiler(COMPILER_EXACT)
+
+
+def choose_settings(device_type: str, reduce: str, compiler: CompilerSettings) -> None:
+    """Set torch's settings for a reducer; `compiler` has those of the user. Raises ConfigError."""
+    if settings := required(device_type, reduce, current()):
+        apply(settings)
+    set_compiler(COMPILER_EXACT if reduce == "exact" else compiler)
+
+
+def probe_program(device: torch.device) -> int:
+    """Return a checksum of what torch makes of fixed numbers: products, convolutions, sums,
+    exponentials."""
+    numbers = torch.Generator().manual_seed(20261123)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=numbers).to(device).requires_grad_()
+
+    a, b, weight, image = drawn(129, 257), drawn(257, 65), drawn(8, 3, 3, 3), drawn(2, 3, 17, 17)
+    product = F.layer_norm(a @ b, (65,))
+    convolved = torch.tanh(F.conv2d(image, weight))
+    loss = torch.softmax(product, 1).square().sum() + convolved.exp().mean()
+    torch.autograd.backward(loss)
+    return fingerprint([loss, product, *(tensor.grad for tensor in (a, b, weight, image))])
+
+
+def probe_facts(device: torch.device) -> tuple[tuple[str, str], ...]:
+    """Return the names of what the bits depend on, by name."""
+    found = {
+        "cpu": cpu_model(), "instructions": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__, "blas": blas(), "threads": str(torch.get_num_threads())
+    }
+    if device.type == "cuda":
+        cudnn: Any = torch.backends.cudnn  # torch has no types for it
+        found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda),
+                  "cudnn": str(cudnn.version())}
+    return tuple(sorted(found.items()))
+
+
+def cpu_model() -> str:
+    """Return the name of this machine's processor (proc(5), /proc/cpuinfo)."""
+    with suppress(OSError):
+        found = re.search(r"^model name\s*:\s*(.*)$",
+                          Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if found:
+            return found[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def blas() -> str:
+    """Return which libraries torch multiplies with."""
+    found = re.findall(
+        r"BLAS_INFO=(\w+)|(Intel\(R\) oneAPI Math Kernel Library Version \S+)|(MKL-DNN v\S+)",
+        torch.__config__.show())
+    return ", ".join(dict.fromkeys(name for names in found for name in names if name))

@@ -1,27 +1,57 @@
-"""How a worker ends: by the user's exception, by a peer's, or by a fault of its machine.
+"""How a worker ends: by the user's exception, by a peer's, or by a fault of its machine; and a loss
+that is not finite.
 
-exception → here → the vote, the driver, the exit code
+exception → here → the vote, the driver, the exit code; reduced loss → here → train(on_nan=…)
 
-A worker whose replica differs leaves at once, too.
+What always holds:
+1. The user's own exception ends the run on all ranks, with its traceback, and is never retried.
+   After a fault of the machine only this worker leaves: the others do its part of the step again.
+   A worker whose replica differs leaves at once, too.
+2. No faults of the machine are: out of memory on a GPU (mostly the model is too large), errors of a
+   network connection (the other end may have failed), an illegal access or a failed assertion on
+   a GPU (mostly the code's). driver/membership.py finds out whether the same micro-batch fails on
+   another host too. Then it is the user's error.
+3. What is done about a loss that is not finite rests on the reduced loss, which all workers hold,
+   and is decided before anything is applied: all do the same. A scaler handles gradients that
+   overflow. The worker that ran a micro-batch knows its loss, and logs its samples.
 
-The user's own exception ends the run on all ranks, with its traceback, and is never retried. After
-a fault of the machine only this worker leaves: the others do its part of the step again.
+Source: cudaError_t in the CUDA runtime API's reference, whose texts PyTorch's errors carry;
+torch/utils/data/_utils and torch/csrc/DataLoader.cpp for loaders; c10/core/impl/alloc_cpu.cpp for
+memory.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import re
 import sys
 import traceback
+from collections.abc import Iterator, Mapping
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from elastic_trainer.config import EXIT_DIFFERS, EXIT_MACHINE, EXIT_USER_ERROR, ConfigError, Launch
+import numpy
+import torch
+
+from elastic_trainer.config import (
+    EXIT_DIFFERS,
+    EXIT_LEFT,
+    EXIT_MACHINE,
+    EXIT_UNSAVED,
+    EXIT_USER_ERROR,
+    ConfigError,
+    Launch,
+)
+from elastic_trainer.data.loader_pool import LoaderKilled
 from elastic_trainer.events.log import Events
 from elastic_trainer.host.tracebacks import frames_of_user
-from elastic_trainer.training.machine_fault import machine_fault
+from elastic_trainer.training.option_names import Words
 from elastic_trainer.wire.heartbeat import MachineFault
-from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
+from elastic_trainer.wire.plain import plain_text
+from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver, Unsaved
 
 FRAMES = (" ", "Traceback (most recent call last)", "The above exception was the direct cause of",
           "During handling of the above exception")
@@ -46,36 +76,24 @@ def fault_of_machine(error: BaseException, driver: Driver, size: int) -> str:
     return machine_fault(error)
 
 
-def leave_as_dead(
-    kind: str, text: str, step: int, microbatch: int, *, launch: Launch, driver: Driver,
-    events: Events
-) -> NoReturn:
+def leave_as_dead(kind: str, text: str, step: int, microbatch: int, *, launch: Launch,
+                  driver: Driver, events: Events) -> NoReturn:
     """Report that this machine has failed, and end this process as a death would: nothing of the
     step was applied.
 
     Nothing else is tried on this machine: a disk that fails may delay an orderly end by minutes.
     """
     with suppress(OSError):
-        print(
-            f"elastic-trainer: {kind} on {launch.host} in step {step}: this worker leaves, and "
-            f"the others do the step again.\n{text}",
-            file=sys.stderr,
-            flush=True,
-        )
-    events.emit(
-        "worker.machine_failed",
-        host=launch.host,
-        error=kind,
-        step=step,
-        microbatch=microbatch,
-        text=text[-MAX_ERROR_CHARACTERS:],
-    )
+        print(f"elastic-trainer: {kind} on {launch.host} in step {step}: this worker leaves, and "
+              f"the others do the step again.\n{text}", file=sys.stderr, flush=True)
+    events.emit("worker.machine_failed", host=launch.host, error=kind, step=step,
+                microbatch=microbatch, text=text[-MAX_ERROR_CHARACTERS:])
     events.flush()
     driver.report(machine=MachineFault(step=step, microbatch=microbatch, kind=kind, text=text))
     os._exit(EXIT_MACHINE)
 
 
-def leave_as_odd(error: Exception, driver: Driver, events: Events) -> NoReturn:
+def leave_differing(error: Exception, driver: Driver, events: Events) -> NoReturn:
     """End this process, which holds other bits than most of its world, at once.
 
     The driver learns it by a message: the others stand still until this worker is gone, and an
@@ -87,6 +105,31 @@ def leave_as_odd(error: Exception, driver: Driver, events: Events) -> NoReturn:
     events.flush()
     driver.report(differs=True)  # it kills this process
     os._exit(EXIT_DIFFERS)
+
+
+def leave_if_sent(error: BaseException, events: Events) -> None:
+    """Leave by SystemExit if an error says that this worker is not wanted, or that the attempt is
+    over. Any other error is the user's: return."""
+    if isinstance(error, Dismissed):
+        events.emit("worker.left")
+        sys.exit(EXIT_LEFT)
+    if isinstance(error, RunOver):
+        events.emit("worker.stopped", verdict=error.verdict, detail=error.detail)
+        print(f"elastic-trainer: {error.verdict}: {plain_text(without_frames(error.detail))}",
+              file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR if error.verdict == "user_error" else EXIT_LEFT)
+
+
+def leave_unsaved(error: BaseException, driver: Driver, launch: Launch, events: Events) -> bool:
+    """Return whether an error says that the last checkpoint could not be written, and report that.
+    Under our launcher leave by SystemExit."""
+    if not isinstance(error, Unsaved):
+        return False
+    driver.report(unsaved=str(error))
+    events.flush()
+    if launch.driver:
+        sys.exit(EXIT_UNSAVED)
+    return True
 
 
 def text_of(error: BaseException) -> str:
@@ -114,3 +157,96 @@ def end_as_user_error() -> None:
         raise SystemExit(EXIT_USER_ERROR)
 
     sys.excepthook = show_and_exit
+
+
+ERRNOS = frozenset({
+    errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EROFS, errno.ENXIO,
+    errno.ENODEV, errno.EREMOTEIO, errno.EUCLEAN, errno.EBADMSG
+})
+"""Errors of a local or network disk that fails, is full or was remounted read-only, and of memory
+that is used up."""
+TEXTS = {
+    "a loader process was killed":
+        r"DataLoader worker \(pid.*\) (is killed by signal|exited unexpectedly)",
+    "ENOMEM": r"can't allocate memory",
+    "a GPU has failed":
+        r"uncorrectable (ECC|NVLink) error|hardware stack error|over nvlink or a hardware error"
+        r"|busy or unavailable|no CUDA-capable device is detected|system not yet initialized"
+        r"|GPU is lost|fallen off the bus",
+}
+"""Patterns in the texts of torch's errors that are no OSError."""
+
+
+def machine_fault(error: BaseException) -> str:
+    """Return which part of the machine has failed, if an exception, or one that it came from, shows
+    that; else ""."""
+    return next(filter(None, map(_kind, _chain(error))), "")
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that it came from, the newest first."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "MemoryError"
+    if isinstance(error, (BrokenProcessPool, LoaderKilled)):
+        return "a loader process was killed"
+    if isinstance(error, OSError) and error.errno in ERRNOS:
+        return errno.errorcode[error.errno]
+    # No other error that quotes one.
+    if type(error) is RuntimeError or type(error).__module__.split(".")[0] == "torch":
+        return next((kind for kind, text in TEXTS.items() if re.search(text, str(error))), "")
+    return ""
+
+
+MAX_NAMED_SAMPLES = 64
+"""The largest number of samples of a micro-batch that the event names."""
+MAX_IN_ERROR = 8
+"""The largest number of micro-batches, and of samples of each, that the error names."""
+
+
+class LossNotFinite(ArithmeticError):
+    """The loss of a step is not finite, and train(on_nan="raise") ended the run before it was
+    applied."""
+
+
+def require_scalar(loss: Any, words: Words) -> torch.Tensor:
+    """Return a loss of one value without dimensions. Raises TypeError for what is none."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss.reshape(())
+    kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(
+        loss, torch.Tensor) else f"{type(loss).__name__}"
+    raise TypeError(
+        f"{words.loss} {kind}. Use the mean over the batch's samples: a tensor of one value.")
+
+
+Losses = Mapping[int, tuple[torch.Tensor, numpy.ndarray]]
+"""By micro-batch: the loss, and the samples."""
+
+
+def not_finite(losses: Losses) -> dict[int, list[int]]:
+    """Return the samples of the micro-batches whose loss is not finite, by micro-batch. On a GPU
+    this waits for the device."""
+    return {microbatch: samples[:MAX_NAMED_SAMPLES].tolist()
+            for microbatch, (loss, samples) in losses.items() if not math.isfinite(float(loss))}
+
+
+def verdict(step: int, loss: float, microbatches: Mapping[int, list[int]]) -> str:
+    """Return the error for a loss that is not finite: its micro-batches and samples, and the
+    remedy."""
+    named = [f"micro-batch {microbatch} (samples {', '.join(map(str, samples[:MAX_IN_ERROR]))}"
+             f"{', …' * (len(samples) > MAX_IN_ERROR)})"
+             for microbatch, samples in sorted(microbatches.items())[:MAX_IN_ERROR]]
+    more = (f" and {len(microbatches) - MAX_IN_ERROR} more micro-batches"
+            if len(microbatches) > MAX_IN_ERROR else "")
+    where = f"in {', '.join(named)}{more}" if named else "only in the mean over the micro-batches"
+    return (
+        f"the loss of step {step} is {loss}: it is not finite {where}. The step was not applied. "
+        f"Look at these samples and at the learning rate, or use on_nan=\"skip\" to leave such "
+        f"steps out.")

@@ -30,10 +30,10 @@ from elastic_trainer.evaluate.best import Best, require_rule
 from elastic_trainer.events.log import newest_attempt
 from elastic_trainer.loggers.row import require_loggers
 from elastic_trainer.options import Options, declared
-from elastic_trainer.reduce.buffer_rules import BufferRules, Rule
-from elastic_trainer.reduce.sending import Sending, sending_of
+from elastic_trainer.reduce.buffers import BufferRules, Rule
+from elastic_trainer.reduce.ring import Sending, sending_of
+from elastic_trainer.schedule.intervals import length_of
 from elastic_trainer.schedule.learning_rate import LinearScaling
-from elastic_trainer.schedule.lengths import length_of
 from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.cadence import Cadence
@@ -79,7 +79,7 @@ class Job:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    """One, or several as one (several.py)."""
+    """One, or several as one (several_optimizers.py)."""
     dataset: Any
     schedule: Schedule
     rate: Callable[[int], float]

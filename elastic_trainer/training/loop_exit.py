@@ -48,7 +48,7 @@ CAUGHT = ("by an exception that the script has caught, by sys.exit(), or by the 
           "around it, such as islice() or zip(),")
 
 
-class Leaving:
+class LoopExit:
     """Watches one pass of the user's loop, and ends the run if the loop is left early.
 
     `end_with` ends the run on all workers with an exception of the user's code.
@@ -56,9 +56,8 @@ class Leaving:
 
     def __init__(self, worker: Worker, end_with: Callable[[BaseException], None]):
         self._worker, self._end_with = worker, end_with
-        self._state = (
-            "outside"  # outside, inside, left (by an exception that is not yet known), over
-        )
+        # outside, inside, left (by an exception that is not yet known), over
+        self._state = "outside"
         self._pid, self._thread = os.getpid(), threading.current_thread()
         """Those of the loop. A forked child has copies of the hooks, and no part in the run."""
         self._shows = sys.excepthook
@@ -66,12 +65,12 @@ class Leaving:
         self._timer: threading.Timer | None = None
 
     def __repr__(self) -> str:
-        return f"Leaving({self._state})"
+        return f"LoopExit({self._state})"
 
     def enter(self) -> None:
         """Begin to watch: the loop begins."""
         before = getattr(sys.excepthook, "__self__", None)
-        if isinstance(before, Leaving) and before._state == "left":
+        if isinstance(before, LoopExit) and before._state == "left":
             before.settle()  # the script has caught what left that loop
         self._state = "inside"
         self._pid, self._thread = os.getpid(), threading.current_thread()
@@ -121,9 +120,8 @@ class Leaving:
     def _is_open(self) -> bool:
         return self._state in ("inside", "left") and os.getpid() == self._pid
 
-    def _take(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def _take(self, kind: type[BaseException], error: BaseException,
+              trace: TracebackType | None) -> None:
         self._fail(error)
         self._shows(kind, error, trace)
         if self._worker.launch.driver and not isinstance(error, KeyboardInterrupt):

@@ -26,39 +26,34 @@ import torch
 
 from elastic_trainer.data.loader import keys_after
 from elastic_trainer.data.seeds import seed_of
-from elastic_trainer.events.trace import Trace
-from elastic_trainer.reduce.buffer_values import BufferValues
-from elastic_trainer.reduce.flat import Flat, SetsDiffer
+from elastic_trainer.reduce.buffers import BufferValues
+from elastic_trainer.reduce.flat import SetsDiffer
 from elastic_trainer.reduce.gradients import CLIP, GradientsWritten
-from elastic_trainer.reduce.reducer import Reducer
-from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.reduce.reducer import TracedWorld
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.state.supported import BUFFERS_STAY, moved_buffers, some
-from elastic_trainer.training.attributes_moved import NOT_RUN, Moved
-from elastic_trainer.training.failures import PeerFailed
-from elastic_trainer.training.job import Job
-from elastic_trainer.training.losses import require_scalar
-from elastic_trainer.training.moves import OF_THE_LOOP, Microbatch
-from elastic_trainer.training.scaling import Scaling
+from elastic_trainer.training.differing import NOT_RUN, LeftInModules
+from elastic_trainer.training.failures import PeerFailed, require_scalar
+from elastic_trainer.training.stages import OF_THE_LOOP, Microbatch
+from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import PeersLost, World
 
 
 class Microbatches:
     """This worker's part of each step."""
 
-    def __init__(self, job: Job, state: LiveState, flat: Flat, reducer: Reducer, scaling: Scaling,
-                 fault_of_machine: Callable[[BaseException], str], is_broken: Callable[[], bool],
-                 trace: Trace | None = None):
-        self.job, self.state, self.flat, self.reducer = job, state, flat, reducer
-        self.scaling = scaling
+    def __init__(self, work: Work, fault_of_machine: Callable[[BaseException], str],
+                 is_broken: Callable[[], bool]):
+        self.job, self.state, self.flat = work.job, work.state, work.flat
+        self.reducer, self.scaling = work.reducer, work.scaling
         self._fault_of_machine, self._is_broken = fault_of_machine, is_broken
-        self.trace, self._handed_ns = trace or Trace(), 0
+        self.trace, self._handed_ns = work.events.trace, 0
         self.error: BaseException | None = None
         """What the user's code has raised in this step."""
         self.losses: dict[int, tuple[torch.Tensor, numpy.ndarray]] = {}
         """Of this step's micro-batches that this worker has run: the loss, and its samples."""
-        self.moved = Moved(state.attributes)
-        self.values = BufferValues(state.model_buffers, job.buffers, job.schedule)
+        self.left = LeftInModules(self.state)
+        self.values = BufferValues(self.state.model_buffers, work.job.buffers, work.job.schedule)
         self._is_reduced = False
         """The sums of the step are those of all workers."""
         self.number = -1
@@ -66,9 +61,8 @@ class Microbatches:
         self._mine = range(0)
         """This worker's micro-batches in its world."""
 
-    def run(
-        self, step: int, world: World, error: BaseException | None
-    ) -> Generator[Microbatch, None, tuple[int, int]]:
+    def run(self, step: int, world: World,
+            error: BaseException | None) -> Generator[Microbatch, None, tuple[int, int]]:
         """Run my micro-batches of a step into the flat buffers; returns the number and digest of my
         samples.
 
@@ -77,7 +71,7 @@ class Microbatches:
         """
         self.trace.begin_step(step, self.state.phase)
         self.state.begin()
-        self.flat.statistics.find_marks(self.state.buffers_before())
+        self.flat.statistics.find_marks(self.state.model_buffers.before)
         try:
             return (yield from self._run(step, world, error))
         except GradientsWritten:
@@ -85,30 +79,27 @@ class Microbatches:
             self.flat.gradients.isolates = True
             return (yield from self._run(step, world, error))
 
-    def _run(
-        self, step: int, world: World, error: BaseException | None
-    ) -> Generator[Microbatch, None, tuple[int, int]]:
+    def _run(self, step: int, world: World,
+             error: BaseException | None) -> Generator[Microbatch, None, tuple[int, int]]:
         job, samples, digest = self.job, 0, 0
         mine = self._mine = self.reducer.begin(world)
         self.error, self.losses = error, {}
         self.flat.tally.clear()
-        self.moved.clear()
+        self.left.clear()
         self.values.begin(step)
         for microbatch in mine:
             self._require_peers()
             done = self.reducer.microbatch(microbatch, is_last=microbatch == mine.stop - 1)
             indices = job.schedule.microbatch_samples(step, microbatch)
             if len(indices) and self.error is None:
-                yield from self._one(
-                    step, microbatch, indices, world if microbatch == mine.stop - 1 else None
-                )
+                yield from self._one(step, microbatch, indices,
+                                     world if microbatch == mine.stop - 1 else None)
                 samples += len(indices)
                 digest += job.schedule.microbatch_digest(step, microbatch, indices)
             done()
         if self.flat.microbatches_run:
             self.flat.add_tally(self.reducer.mine())
-            self.flat.add_modes(self.reducer.mine(), self.state.modes.changed,
-                                self.moved.mark)
+            self.flat.add_mark(self.reducer.mine(), self.left.mark)
         if self.error is None:
             with self.user_code():
                 self.state.optimizer_values.check_groups(step)
@@ -116,9 +107,8 @@ class Microbatches:
                 self.state.attributes.check()
         return samples, digest
 
-    def _one(
-        self, step: int, microbatch: int, indices: numpy.ndarray, overlaps: World | None
-    ) -> Generator[Microbatch, None, None]:
+    def _one(self, step: int, microbatch: int, indices: numpy.ndarray,
+             overlaps: World | None) -> Generator[Microbatch, None, None]:
         """Hand one micro-batch to the user's code. Its backward pass starts the network if it
         `overlaps` with a world."""
         self.trace.mark.enter("load", f"micro-batch {microbatch}", indices)
@@ -127,12 +117,9 @@ class Microbatches:
         if self.error is not None:
             return
         phase = f" (phase {self.job.phases[self.state.phase]})" if self.state.phases > 1 else ""
-        in_hand = Microbatch(
-            f"micro-batch {microbatch} of step {step}{phase}",
-            batch,
-            partial(self._backward, step, microbatch, indices, overlaps),
-            self.flat.tally,
-        )
+        in_hand = Microbatch(f"micro-batch {microbatch} of step {step}{phase}", batch,
+                             partial(self._backward, step, microbatch, indices, overlaps),
+                             self.flat.tally)
         self._handed_ns = self.trace.now()
         self.trace.mark.enter("forward", f"micro-batch {microbatch}", indices)
         self.number = microbatch  # the one in hand, if the user's loop is left here
@@ -147,8 +134,7 @@ class Microbatches:
         key = step, phase, microbatch
         ahead = keys_after(key, job.schedule, self._mine, self.state.phases)
         batch = job.readers.training.batch(seed_of(job.schedule, step, microbatch, phase), key,
-                                           ahead,
-                                           self._require_peers, indices)
+                                           ahead, self._require_peers, indices)
         self.flat.gradients.open()
         self.scaling.open()
         return batch
@@ -170,16 +156,15 @@ class Microbatches:
         self.scaling.check()
         is_sum = count is not None  # it is divided when all micro-batches have counted
         flat.gradients.weigh_rest(1.0 if is_sum else weight)
-        before, after = self.state.buffers_before(), named_buffers(job.model)
+        before, after = self.state.model_buffers.before, named_buffers(job.model)
         if moved := moved_buffers(before, after):
             raise RuntimeError(
                 f"forward has changed the buffers {some(moved.values())} in step {step}. "
-                f"{BUFFERS_STAY}"
-            )
+                f"{BUFFERS_STAY}")
         flat.add_statistics(weight, loss, before, after, is_sum=is_sum)
         self.values.keep(after)
         if overlaps:
-            self.reducer.overlap(overlaps)
+            self.reducer.overlap(TracedWorld(overlaps, self.trace))
         self.trace.mark.enter("backward", f"micro-batch {microbatch}", indices)
         with self.trace.span("backward", microbatch=microbatch):
             self.scaling.backward(loss if is_sum else loss * weight)
@@ -193,17 +178,12 @@ class Microbatches:
             if not self.reducer.has_sent():
                 raise
             raise RuntimeError(
-                f"a hook, or code behind the backward pass, has changed .grad in step {step}, "
+                f"a hook, or code after the backward pass, has changed .grad in step {step}, "
                 f'after a part of it was sent. Let a hook do so from the first batch on, or use '
-                f'reduce="exact". {CLIP}'
-            ) from error
+                f'reduce="exact". {CLIP}') from error
         self.values.check(self.state.model_buffers.adopt())
-        is_first = microbatch == self.job.schedule.first_microbatch(step)
-        self.moved.keep(f"micro-batch {microbatch} of step {step}", is_first)
-        if is_first:
-            self.state.modes.keep()
-            if self.state.extra_state.modules:
-                self.state.extra_state.keep()
+        self.left.keep(f"micro-batch {microbatch} of step {step}",
+                       microbatch == self.job.schedule.first_microbatch(step))
 
     def _follow_requires_grad(self) -> None:
         """Train those parameters that require a gradient now: the user's code may have changed
@@ -220,40 +200,39 @@ class Microbatches:
                 f"{self._remedy_for_changes()}")
         self.reducer.lay_out(trained)
 
+    def send(self, world: World) -> None:
+        """Start to send what is not on its way, without waiting for it."""
+        self.reducer.send(TracedWorld(world, self.trace))
+
     def reduce(self, world: World) -> None:
         """Wait for the sum of all gradients. If workers train different parameters, all have the
         user's error."""
         flat, self._is_reduced = self.flat, False
         try:
-            self.reducer.finish(world)
+            self.reducer.finish(TracedWorld(world, self.trace))
             self._is_reduced = True
         except SetsDiffer:
-            trained = [
-                name
-                for name, is_trained in zip(flat.names, flat.trained, strict=True)
-                if is_trained
-            ]
+            trained = [name for name, is_trained in zip(flat.names, flat.trained, strict=True)
+                       if is_trained]
             mine = [trained, flat.tally.names] if flat.microbatches_run else None
-            found = [
-                names for names in map(json.loads, world.gather_texts(json.dumps(mine))) if names
-            ]
+            found = [names for names in map(json.loads, world.gather_texts(json.dumps(mine)))
+                     if names]
             self.error = self.error or RuntimeError(_difference(
                 self.state.committed, self._remedy_for_changes(), *zip(*found, strict=True)))
 
     def share(self, from_first: Callable[[str], str], world: World) -> None:
-        """Give all workers what the step's first micro-batch has left in attributes and extra
-        state, and all micro-batches in buffers. Network, if there is any: one exchange each."""
-        mark = self.flat.mark_of_attributes() if world.size > 1 else self.moved.mark
+        """Give all workers what the step's first micro-batch has left in modules, and all
+        micro-batches in buffers. Network, if there is any: one exchange each."""
+        mark = self.flat.mark() if world.size > 1 else self.left.mark
         try:
-            self.moved.share(mark if self._is_reduced else NOT_RUN, from_first)
+            self.left.share(mark if self._is_reduced else NOT_RUN, from_first)
         except RuntimeError as error:
             self.error = self.error or error
         self.values.share(world)
-        self.state.extra_state.share(from_first)
 
     def _remedy_for_changes(self) -> str:
         words = self.job.words
-        return (f"Change it {words.behind}, or {words.inside} as a function of the step's number.")
+        return f"Change it {words.behind}, or {words.inside} as a function of the step's number."
 
     def raise_if_failed(self, failed_rank: int, world: World) -> None:
         """Raise an exception of the user's code on all workers, if a vote has reported one.

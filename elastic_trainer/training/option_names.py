@@ -27,4 +27,4 @@ OF_TRAIN = Words(
     inside="in loss", behind="in after_step", loss="loss(model, batch) returned")
 OF_TRAINER = Words(
     name="Trainer", api="Trainer",
-    inside="in the inner loop", behind="behind the inner loop", loss="step.backward() got")
+    inside="in the inner loop", behind="after the inner loop", loss="step.backward() got")

@@ -40,7 +40,7 @@ SAMPLES = 4
 MOST_NUMBERS = 16
 """The samples of the first micro-batch are named if they are at most as many."""
 MOST_ENTRIES = 400
-"""Of a table. The entries behind are taken together: a proof is sent and stored."""
+"""Of a table. The entries after these are taken together: a proof is sent and stored."""
 MOST_CHARACTERS = 100
 """Of a fact in a table. A longer one is a digest."""
 OTHERS = "(the others)"

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.options import Options
-from elastic_trainer.reduce.sending import BUCKET_BYTES
+from elastic_trainer.reduce.ring import BUCKET_BYTES
 from elastic_trainer.schedule.schedule import Schedule as Numbers
 from elastic_trainer.state.supported import some
 from elastic_trainer.training.option_names import Words

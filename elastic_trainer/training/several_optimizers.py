@@ -19,6 +19,7 @@ in small: micro-batches → reduce → vote → apply, of this optimizer alone. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -43,9 +44,7 @@ class Several(torch.optim.Optimizer):
     @property
     def kind(self) -> str:
         """The classes of the optimizers."""
-        return ", ".join(
-            f"{name}: {type(member).__name__}" for name, member in self.members.items()
-        )
+        return _kinds(self.members)
 
     def step(self, closure: Any = None) -> Any:
         """Never called: each phase steps its own optimizer."""
@@ -62,9 +61,7 @@ class Schedulers(LRScheduler):
     @property
     def kind(self) -> str:
         """The classes of the schedulers."""
-        return ", ".join(
-            f"{name}: {type(member).__name__}" for name, member in self.members.items()
-        )
+        return _kinds(self.members)
 
     @property
     def _schedulers(self) -> list[LRScheduler]:
@@ -86,16 +83,8 @@ class Schedulers(LRScheduler):
             member.load_state_dict(state_dict[name])
 
 
-class Handles:
-    """The handles of hooks, removed together."""
-
-    def __init__(self, handles: list[Any]):
-        self._handles = handles
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+def _kinds(members: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}: {type(member).__name__}" for name, member in members.items())
 
 
 class States(MutableMapping[Any, Any]):
@@ -103,9 +92,7 @@ class States(MutableMapping[Any, Any]):
 
     def __init__(self, optimizers: Any):
         self._optimizers = list(optimizers)
-        self._owner = {
-            id(p): o for o in self._optimizers for g in o.param_groups for p in g["params"]
-        }
+        self._owner = {id(p): o for o in self._optimizers for p in parameters_of(o)}
 
     def _of(self, key: Any) -> Any:
         owner = self._owner.get(id(key))
@@ -141,20 +128,20 @@ class States(MutableMapping[Any, Any]):
             optimizer.state.clear()
 
 
-def hooked(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Handles:
-    """Call a hook before each step of each optimizer; returns what removes it.
+def hooked(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> ExitStack:
+    """Call a hook before each step of each optimizer, until what it returns is closed.
 
     A wrapper that has not called Optimizer.__init__ has no hooks: the optimizers in it have.
     """
-    handles, waiting = [], members_of(optimizer)
+    handles, waiting = ExitStack(), members_of(optimizer)
     while waiting:
         member = waiting.pop()
         if hasattr(member, "_optimizer_step_pre_hooks"):
-            handles.append(member.register_step_pre_hook(hook))
+            handles.callback(member.register_step_pre_hook(hook).remove)
         else:
             waiting += [one for one in vars(member).values()
                         if isinstance(one, torch.optim.Optimizer) and one is not member]
-    return Handles(handles)
+    return handles
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -175,14 +162,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def as_one(optimizers: Mapping[str, torch.optim.Optimizer]) -> Several:
     """Return several optimizers as one. Raises ConfigError."""
     if not optimizers:
-        raise ConfigError(
-            'optimizer is an empty dict. Give one optimizer, or several by name: {"d": …, "g": …}.'
-        )
+        raise ConfigError('optimizer is an empty dict. Give one optimizer, or several by name: '
+                          '{"d": …, "g": …}.')
     owners = dict[int, str]()
     for name, optimizer in optimizers.items():
-        for number, parameter in enumerate(
-            p for group in optimizer.param_groups for p in group["params"]
-        ):
+        for number, parameter in enumerate(parameters_of(optimizer)):
             if (other := owners.setdefault(id(parameter), name)) != name:
                 raise ConfigError(
                     f"parameter {number} of the optimizer {name!r} is in the optimizer {other!r} "

@@ -1,6 +1,6 @@
 """One step of the run, in the hands of the user's loop.
 
-moves of a worker → here → the user's `for batch in step` → step.backward, step.log → the worker
+stages of a worker → here → the user's `for batch in step` → step.backward, step.log → the worker
 
 What always holds:
 1. A step that broke is handed out again by the same inner iterator.
@@ -16,18 +16,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from elastic_trainer.evaluate.metric_states import as_json
-from elastic_trainer.schedule.lengths import ends_interval
+from elastic_trainer.evaluate.sums import as_json
+from elastic_trainer.schedule.intervals import ends_interval
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.moves import Begun, Finished, Microbatch, Move, PhaseFinished
+from elastic_trainer.training.stages import Begun, Finished, Microbatch, PhaseFinished, Stage
 from elastic_trainer.training.worker import Worker
 
 
 class Step:
     """One step of the run, as `for step in trainer` yields it."""
 
-    def __init__(self, worker: Worker, draw: Callable[[], Move | None],
-                 fail: Callable[[RuntimeError], NoReturn], move: Move):
+    def __init__(self, worker: Worker, draw: Callable[[], Stage | None],
+                 fail: Callable[[RuntimeError], NoReturn], stage: Stage):
         self._worker, self._draw, self._fail = worker, draw, fail
         self._phases = worker.job.phases
         self._entered: list[str] = []
@@ -37,7 +37,7 @@ class Step:
         """How many phases are done, on every worker."""
         self._microbatch: Microbatch | None = None
         self._number, self._is_trial = 0, False
-        self._take(move, 0)
+        self._take(stage, 0)
 
     def __repr__(self) -> str:
         return f"Step({self._number}, {self._stage})"
@@ -54,7 +54,7 @@ class Step:
         if self._is_trial and self._stage == "begun":
             raise RuntimeError(
                 "the number of this step is not known yet: this worker has not joined the run. "
-                "Read step.number and step.epoch inside of `for batch in step`, or behind it.")
+                "Read step.number and step.epoch inside of `for batch in step`, or after it.")
         return self._number
 
     @property
@@ -65,19 +65,19 @@ class Step:
     @property
     def loss(self) -> float:
         """The mean loss over the samples of all workers; of the last phase, if there are several.
-        Known behind the inner loop."""
+        Known after the inner loop."""
         return self._finished("loss").state.loss
 
     @property
     def losses(self) -> dict[str, float]:
-        """The loss of each phase, by name. Known behind the last inner loop."""
+        """The loss of each phase, by name. Known after the last inner loop."""
         known = self._finished("losses").state.findings.losses
         return {name: known.get(name, math.nan) for name in self._phases}
 
     @property
     def metrics(self) -> dict[str, float]:
         """What the step has logged, by name: the sum over all micro-batches and phases by the
-        number of items. Known behind the inner loop, and the same number in every world."""
+        number of items. Known after the inner loop, and the same number in every world."""
         loop = self._finished("metrics")
         return Unseen() if self._is_trial else dict(loop.end.metrics)
 
@@ -122,29 +122,29 @@ class Step:
 
     def _batches(self, phase: int) -> Generator[Any, None, None]:
         while self._stage == "running" and self._done <= phase:
-            move = self._draw()
-            if isinstance(move, Microbatch):
-                self._microbatch = move
+            stage = self._draw()
+            if isinstance(stage, Microbatch):
+                self._microbatch = stage
                 with self._worker.job.precision.batch():
-                    yield move.batch
+                    yield stage.batch
             else:
                 self._microbatch = None
-                self._take(move, phase)
+                self._take(stage, phase)
 
-    def _take(self, move: Move | None, phase: int) -> None:
+    def _take(self, stage: Stage | None, phase: int) -> None:
         """Note what the worker has moved on to, while the loop is in a phase."""
-        match move:
+        match stage:
             case Begun():
-                self._number, self._done, self._is_trial = move.step, move.phase, move.is_trial
+                self._number, self._done, self._is_trial = stage.step, stage.phase, stage.is_trial
                 if self._done < phase:
                     self._fail(RuntimeError(
-                        f"the run goes back to step {move.step}, and the loop is in the phase "
+                        f"the run goes back to step {stage.step}, and the loop is in the phase "
                         f"{self._phases[phase]!r}. Start the same command again."))
             case PhaseFinished():
-                self._number, self._done, self._is_trial = move.step, move.phase + 1, False
+                self._number, self._done, self._is_trial = stage.step, stage.phase + 1, False
             case Finished():
                 # It may be the end of a step that an earlier process of this worker has begun.
-                self._number, self._done, self._is_trial = move.step, len(self._phases), False
+                self._number, self._done, self._is_trial = stage.step, len(self._phases), False
                 self._stage = "finished"
             case None:  # the run was finished before this worker joined it
                 assert self._worker.loop
@@ -184,7 +184,7 @@ class Step:
 
     @property
     def is_finished(self) -> bool:
-        """True behind the (last) inner loop."""
+        """True after the (last) inner loop."""
         return self._stage == "finished"
 
     @property
@@ -209,14 +209,14 @@ class Step:
                                f"inside of `for batch in step`.")
         return self._microbatch
 
-    # --- what the user's code asks or wants behind the inner loop ---------------------------------
+    # --- what the user's code asks or wants after the inner loop ---------------------------------
 
     def every(self, interval: str) -> bool:
         """Return whether this step ends an interval: "1 epoch", "500 steps", "30 s", "10 min", "2
         h".
 
         The same on every worker: rank 0's clock, which comes with the vote, decides of times. It
-        counts the time of all attempts from their first step on, with your code behind the inner
+        counts the time of all attempts from their first step on, with your code after the inner
         loop, and not the time between two attempts.
         """
         loop = self._finished("every()")
@@ -254,7 +254,7 @@ class Step:
         self._require_not_over()
         if self._stage != "finished":
             raise RuntimeError(
-                f"{what} of step {self._number} is known when the step is finished. Use it behind "
+                f"{what} of step {self._number} is known when the step is finished. Use it after "
                 f"`for batch in step`.")
         assert self._worker.loop
         return self._worker.loop
@@ -263,7 +263,7 @@ class Step:
         if self._stage == "over":
             raise RuntimeError(
                 f"step {self._number} is over. Use a step inside of the body of `for step in "
-                f"trainer`; trainer.result has the loss and the weights behind the loop.")
+                f"trainer`; trainer.result has the loss and the weights after the loop.")
 
 
 def applied(step: Step) -> tuple[float, torch.Tensor | None]:
@@ -281,16 +281,16 @@ def sums_of(step: Step) -> dict[str, tuple[float, float]]:
 
 
 def note_rates(step: Step) -> None:
-    """Take over the rates that a scheduler has set behind a finished step: for adapters whose
+    """Take over the rates that a scheduler has set after a finished step: for adapters whose
     schedulers follow an evaluation. Every worker calls it alike."""
     step._finished("the learning rate").state.rates.note()
 
 
 def log_behind(step: Step, metrics: Mapping[str, Any]) -> None:
-    """Log what hooks behind a finished step have found, under the names that loggers have
+    """Log what hooks after a finished step have found, under the names that loggers have
     ("train/loss_epoch"). Every worker calls it alike."""
     loop = step._finished("a logged number")
-    if metrics and loop.behind.is_running:
+    if metrics and loop.after_step.is_running:
         facts: dict[str, Any] = {"step": step.number, "metrics": as_json(dict(metrics))}
         loop.events.reach("step.logged", **facts)
         if loop.world.rank == 0:
@@ -300,7 +300,7 @@ def log_behind(step: Step, metrics: Mapping[str, Any]) -> None:
 def end_run(step: Step, reason: str) -> None:
     """End the run with a finished step, not with the next one. Every worker calls it alike."""
     loop = step._finished("end_run()")
-    if loop.behind.is_running:
+    if loop.after_step.is_running:
         samples, digest, clock_ms, finishes = loop.state.last_vote
         loop.state.last_vote = (samples, digest, clock_ms, max(finishes, 1))
         step._worker.finish(reason)

@@ -1,6 +1,7 @@
-"""Measure what steps and checkpoints cost: when a checkpoint is due, and whether steps are slower.
+"""Measure what steps and checkpoints cost, and tell a person what is late or was not written.
 
-loop (the time of each step) → here → cadence (the interval) → checkpointing → the vote
+loop (the time of each step) → here → cadence (the interval) → checkpointing → the vote;
+checkpointing (failed checkpoints) → here → stderr, and the error of a run without its last one
 
 What always holds:
 1. `tick` acts: it emits events and starts clocks. `is_due`, `cost_s` and `interval_s` only answer.
@@ -10,13 +11,15 @@ What always holds:
 from __future__ import annotations
 
 import math
+import sys
 import time
 from statistics import median
 
-from elastic_trainer.config import Launch
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.upload_cost import UploadCost
+from elastic_trainer.state.cadence import Cadence, UploadCost
+from elastic_trainer.state.publish import Known
+from elastic_trainer.world.place import Unsaved
 
 OVERDUE_S = 60.0
 """The smallest age of the newest checkpoint at which `state.checkpoint_overdue` is emitted."""
@@ -148,3 +151,55 @@ class Pace:
             self.slow_s = 0.0
             self.events.emit("worker.steps_as_before", step=step, step_s=round(pace_s, 4))
         self.best_s = min(self.best_s, pace_s)
+
+
+class Told:
+    """What a person was told of failed checkpoints."""
+
+    def __init__(self) -> None:
+        self._errors = 0
+        """The number of failed checkpoints when this was last looked at."""
+
+    def look(self, known: Known) -> None:
+        """Tell a person that checkpoints fail again and again: after 2, 4, 8, … of them."""
+        errors, before, self._errors = known.errors, self._errors, known.errors
+        if errors > 1 and errors != before and errors & (errors - 1) == 0:
+            _print(f"{errors} checkpoints in a row were not written ({known.why}). {newest(known)} "
+                   f"The training goes on, and checkpoints are tried again. Mend the store.")
+
+
+def newest(known: Known) -> str:
+    """Return a sentence on the newest checkpoint."""
+    return (f"The newest checkpoint is that of step {known.newest_step}." if known.newest_step > 0
+            else "There is no checkpoint.")
+
+
+def tell_last(step: int, known: Known) -> None:
+    """Tell a person that an attempt ends without a checkpoint of its last step."""
+    _print(f"the checkpoint of step {step} was not written ({known.why}). {newest(known)} The same "
+           f"command does the steps after it again.")
+
+
+def unsaved(steps: int, known: Known, tried_s: float, rank: int, events: Events) -> Unsaved:
+    """Return what ends a run that has done all its steps without its last checkpoint. Rank 0 logs
+    it."""
+    if rank == 0:
+        events.emit("job.left_unsaved", step=steps, error=known.why,
+                    newest_checkpoint=known.newest_step)
+    return Unsaved(
+        f"the run has done all its {steps} steps, but its last checkpoint could not be written in "
+        f"{tried_s:g} s: {known.why or 'rank 0 has the error'}. {newest(known)} The steps after it "
+        f"are lost with this process. Mend the store, and give the same command: it does them "
+        f"again.")
+
+
+def no_checkpoint(launch: Launch) -> ConfigError:
+    """Return what to raise if the folder of a run that has checkpoints has none on this host."""
+    return ConfigError(
+        f"the run has a checkpoint of step {launch.resume_step}, but {launch.run_dir} on this host "
+        f"has none. Give the same --store as before, or put the folder of runs (--runs-dir) on a "
+        f"disk that all hosts share.")
+
+
+def _print(sentence: str) -> None:
+    print(f"elastic-trainer: {sentence}", file=sys.stderr, flush=True)

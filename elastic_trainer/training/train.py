@@ -1,4 +1,4 @@
-"""train(): training to the end with a loss as a function, on the moves that trainer.py hands to a
+"""train(): training to the end with a loss as a function, on the stages that trainer.py hands to a
 loop.
 
 model, optimizer, dataset, loss, numbers → here → weights
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from elastic_trainer.evaluate.evaluation_plan import (
+from elastic_trainer.evaluate.evaluation import (
     Evaluation,
     examination_of,
     require_evaluation,
 )
 from elastic_trainer.options import Options, shows_options
-from elastic_trainer.schedule.lengths import ends_interval
+from elastic_trainer.schedule.intervals import ends_interval
 from elastic_trainer.training.configured import in_force
 from elastic_trainer.training.job import Result, checked
-from elastic_trainer.training.moves import Finished, Microbatch, Move
 from elastic_trainer.training.option_names import OF_TRAIN
 from elastic_trainer.training.precision import Precision
+from elastic_trainer.training.stages import Finished, Microbatch, Stage
 from elastic_trainer.training.worker import Worker
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def train(
     `len` and `[i]` (or `__getitems__`). `after_step(step)` runs on every worker alike, as the last
     part of each step, under torch.no_grad(): a backward pass of its own needs `with
     torch.enable_grad():`. Modules, parameters and the optimizer's groups stay the same objects.
-    `evaluate` evaluates the model behind steps: `Evaluation(held_out, measure, every="1 epoch")`.
+    `evaluate` evaluates the model after steps: `Evaluation(held_out, measure, every="1 epoch")`.
     The section Options of the reference has the options (options.py).
 
     Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its
@@ -60,42 +60,42 @@ def train(
     job = checked(model, optimizer, dataset, held, after_step)
     require_evaluation(evaluate, job)
     worker = Worker(job, held)
-    return drive(worker.moves(), model, loss, job.precision,
+    return drive(worker.stages(), model, loss, job.precision,
                  partial(evaluate_behind, evaluate, worker) if evaluate else lambda *_: None)
 
 
-def drive(moves: Generator[Move, None, Result], model: torch.nn.Module, loss: Loss,
+def drive(stages: Generator[Stage, None, Result], model: torch.nn.Module, loss: Loss,
           precision: Precision,
-          behind: Callable[[int, Callable[[], Move]], None] = lambda *_: None) -> Result:
+          behind: Callable[[int, Callable[[], Stage]], None] = lambda *_: None) -> Result:
     """Run the loss of each micro-batch, until the run is finished. What it raises is voted: all
-    workers stop in one step. `behind` runs behind each finished step."""
+    workers stop in one step. `behind` runs after each finished step."""
     while True:
         try:
-            move = next(moves)
+            stage = next(stages)
         except StopIteration as end:
             result: Result = end.value
             return result
-        if isinstance(move, Microbatch):
+        if isinstance(stage, Microbatch):
             try:
                 with precision.batch():
-                    found = loss(model, move.batch)
-                move.backward(*(found if type(found) is tuple and len(found) == 2 else (found,)))
+                    found = loss(model, stage.batch)
+                stage.backward(*(found if type(found) is tuple and len(found) == 2 else (found,)))
             except KeyboardInterrupt:
-                moves.close()
+                stages.close()
                 raise
             except BaseException as error:  # sys.exit() too
-                move.fail(error)
-        elif isinstance(move, Finished):
-            behind(move.step, partial(next, moves))
+                stage.fail(error)
+        elif isinstance(stage, Finished):
+            behind(stage.step, partial(next, stages))
 
 
 def evaluate_behind(evaluate: Evaluation, worker: Worker, step: int,
-                    draw: Callable[[], Move]) -> None:
-    """Evaluate the model behind a step if that is due. None is due when a finished run is started
+                    draw: Callable[[], Stage]) -> None:
+    """Evaluate the model after a step if that is due. None is due when a finished run is started
     once more: then its last step is shown again."""
     assert worker.loop
     steps_per_epoch = worker.job.schedule.steps_per_epoch
-    if not worker.loop.behind.is_running or not ends_interval(
+    if not worker.loop.after_step.is_running or not ends_interval(
             evaluate.every, step, steps_per_epoch, worker.loop.state.clocks_ms):
         return
     with worker.averaged() if evaluate.averaged else nullcontext():

@@ -1,6 +1,6 @@
 """Training, for the loop of the user. Read this first.
 
-model, optimizer, dataset, numbers → here → the user's `for step in trainer` ⇄ moves of a worker
+model, optimizer, dataset, numbers → here → the user's `for step in trainer` ⇄ stages of a worker
 (worker.py, loop.py)
 
     from elastic_trainer import Trainer
@@ -16,7 +16,7 @@ A script with this loop runs under `./horovodrun_elastic.sh -- python my_train.p
 
 What always holds:
 1. All collectives happen inside `next()`. The user's code never runs in a frame of ours.
-2. A step that broke is handed out again by the same inner iterator (step.py). The code behind the
+2. A step that broke is handed out again by the same inner iterator (step.py). The code after the
    inner loop runs once for each finished step.
 3. Each misuse that can be seen raises at once, with the remedy.
 """
@@ -37,10 +37,10 @@ from elastic_trainer.evaluate.evaluation import NOT_FINISHED, Examination, Fn
 from elastic_trainer.options import Options, shows_options
 from elastic_trainer.training.configured import in_force
 from elastic_trainer.training.job import Result, checked
-from elastic_trainer.training.loop_exit import Leaving
-from elastic_trainer.training.moves import Move
+from elastic_trainer.training.loop_exit import LoopExit
 from elastic_trainer.training.option_names import OF_TRAINER
 from elastic_trainer.training.several_optimizers import hooked
+from elastic_trainer.training.stages import Stage
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.worker import Worker
 
@@ -64,21 +64,21 @@ class Trainer:
     What the loop may keep, and where:
 
     - `state={"best": best}`: objects with state_dict and load_state_dict. They are in each
-      checkpoint, and a newcomer receives them. Change them behind the inner loop only, in the same
+      checkpoint, and a newcomer receives them. Change them after the inner loop only, in the same
       way on every worker.
     - Outside of `state`: what does not matter when it is lost, such as a progress bar or a timer.
     - Inside the inner loop nothing may be kept: its code runs again for a step that broke. It runs
       first for batches that are only tried (the warm-up). Use step.log() for sums.
     - Before the inner loop the number of the step is not always known. Put what depends on
       step.number into the inner loop.
-    - Behind the inner loop the code runs once for each finished step. A run that goes on from a
+    - After the inner loop the code runs once for each finished step. A run that goes on from a
       checkpoint runs it again for the steps that it does again. Log with step.number.
 
     A run that is finished does no more steps. docs/guide/script.md says which code runs again.
 
     The trainer clears and scales gradients, and steps the optimizer. To clip, use `clip_norm`:
     `clip_grad_norm_` in the loop raises, because a batch has a part of the gradient only, and
-    behind the inner loop the step is applied.
+    after the inner loop the step is applied.
 
     Raises ConfigError for what cannot work.
     """
@@ -95,8 +95,8 @@ class Trainer:
     ):
         held = in_force(options, OF_TRAINER)
         self._worker = Worker(checked(model, optimizer, dataset, held, words=OF_TRAINER), held)
-        self._moves = self._worker.moves()
-        self._leaving = Leaving(self._worker, self._end_with)
+        self._stages = self._worker.stages()
+        self._exit = LoopExit(self._worker, self._end_with)
         self._step: Step | None = None
         self._was_entered = False
         self._result: Result | None = None
@@ -137,12 +137,12 @@ class Trainer:
         if not (self._worker.has_joined or is_tried or self._result):
             raise RuntimeError(
                 f"trainer.{what} is not known yet: this worker has not joined the run. Read it "
-                f"inside of `for batch in step`, or behind it. What the first worker needs (a "
+                f"inside of `for batch in step`, or after it. What the first worker needs (a "
                 f"writer, a progress bar) is made there, when it is used first.")
 
     @property
     def steps(self) -> int:
-        """The number of steps of the whole run, also before the loop. For a progress bar, behind
+        """The number of steps of the whole run, also before the loop. For a progress bar, after
         the inner loop: `bar.update(step.number + 1 - bar.n)`; `bar = tqdm(total=trainer.steps)`."""
         return self._worker.job.schedule.steps
 
@@ -156,7 +156,7 @@ class Trainer:
         """The result of the finished run, the same on every worker."""
         if self._result is None:
             raise RuntimeError("the run is not finished, so it has no result. Read trainer.result "
-                               "behind the loop.")
+                               "after the loop.")
         return self._result
 
     def evaluate(self, dataset: Any, fn: Fn, *, batch_size: int | None = None,
@@ -165,7 +165,7 @@ class Trainer:
         """Return the means of `fn(model, batch)`, {"accuracy": (hits, n)}, over the dataset: each
         sample once, shared by all workers, the same in every world. A plain number is summed.
 
-        Call it on every worker, behind the inner loop. `batch_size` is by default that of a
+        Call it on every worker, after the inner loop. `batch_size` is by default that of a
         micro-batch. `metrics` has objects of torchmetrics by name, which `fn` updates. Processes of
         `loader` start at the first call with this dataset, and stay. `decides`: the option `best`
         follows this evaluation.
@@ -187,7 +187,7 @@ class Trainer:
         return self._worker.job.best
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Let the model have the averaged weights (`ema`, `swa`) in a block of `with`: behind the
+        """Let the model have the averaged weights (`ema`, `swa`) in a block of `with`: after the
         inner loop, or when the run is finished. What the block changes in weights and buffers is
         dropped."""
         self._require_finished("averaged")
@@ -216,34 +216,34 @@ class Trainer:
         self._require_alone()  # zip() enters several before it asks the first one for a step
         hook = hooked(self._worker.job.optimizer, self._worker.forbid_step)
         self._in_thread.trainer = self
-        self._leaving.enter()
+        self._exit.enter()
         try:
-            while (move := self._next()) is not None:
-                self._step = Step(self._worker, self._next, self._fail, move)
+            while (stage := self._next()) is not None:
+                self._step = Step(self._worker, self._next, self._fail, stage)
                 yield self._step
                 if misuse := self._worker.left_averaged() or self._step.end():
                     self._fail(misuse)
-            self._leaving.finish()
+            self._exit.finish()
         except GeneratorExit:
             self._worker.advice = self._step.advice if self._step else ""
-            self._leaving.leave(sys._getframe().f_back)
+            self._exit.leave(sys._getframe().f_back)
             if self._worker.advice:
                 print(f"elastic-trainer: {self._worker.advice}", file=sys.stderr, flush=True)
             if not self._worker.launch.horovod:
-                self._moves.close()  # it writes result.json
+                self._stages.close()  # it writes result.json
             raise
         finally:
             self._in_thread.trainer = None
-            hook.remove()
+            hook.close()
 
-    def _next(self) -> Move | None:
-        """Let the worker go on to its next move; None: the run is finished.
+    def _next(self) -> Stage | None:
+        """Let the worker go on to its next stage; None: the run is finished.
 
         What the worker raises passes through the user's loop, which it may reach inside of the
         inner loop. The worker has reported it, so the loop is not left by the user.
         """
         try:
-            return next(self._moves)
+            return next(self._stages)
         except StopIteration as end:
             if self._ended_with is not None:
                 raise caught(self._ended_with) from self._ended_with
@@ -253,12 +253,12 @@ class Trainer:
             raise  # of a person, who is in the user's code as well as here
         except BaseException as error:
             self._ended_with = error
-            self._leaving.finish()
+            self._exit.finish()
             raise
 
     def _fail(self, error: RuntimeError) -> NoReturn:
         """End the run with a misuse of the loop."""
-        self._leaving.finish()
+        self._exit.finish()
         self._worker.fail(error)
         raise error
 
@@ -266,7 +266,7 @@ class Trainer:
         """End the run on all workers with an exception that has left the loop."""
         if self._step and self._worker.must_vote:
             self._step.give_up(error)
-        self._worker.end_with(error, self._moves)
+        self._worker.end_with(error, self._stages)
 
 
 def caught(error: BaseException) -> RuntimeError:

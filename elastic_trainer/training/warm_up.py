@@ -13,32 +13,32 @@ What always holds:
    value is carried from one micro-batch to the next, or the loss draws random numbers of its own:
    that is an error. Where the machine itself may give other bits (`may_waver`), only a large
    difference of the loss is one, and the worker reports no result of its arithmetic.
-4. With several optimizers it tries the first phase only (several.py).
+4. With several optimizers it tries the first phase only (several_optimizers.py).
+
+What it does not do: find a value that changes no result of these micro-batches (a counter that acts
+every tenth batch).
 """
 
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import psutil
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.data.seeds import random_numbers_put_back
 from elastic_trainer.reduce.gradients import GradientsWritten
-from elastic_trainer.reduce.reducer import Reducer
-from elastic_trainer.schedule.microbatch_sizes import fact_of, remedy_for
+from elastic_trainer.schedule.schedule import Schedule, fact_of, remedy_for
 from elastic_trainer.state.layout import byte_view
-from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.state.supported import (
     BUFFERS_STAY,
@@ -47,16 +47,71 @@ from elastic_trainer.state.supported import (
     refused_tensors,
     some,
 )
-from elastic_trainer.training import compiled, probe
-from elastic_trainer.training.attributes_moved import require_same, sizes_of_batches
-from elastic_trainer.training.carried import Tried, another, may_waver, require_same_result
+from elastic_trainer.training.determinism import compiled_programs, probe_facts, probe_program
+from elastic_trainer.training.differing import require_same, sizes_of_batches
+from elastic_trainer.training.failures import require_scalar
 from elastic_trainer.training.job import Job, has_batch_norm
-from elastic_trainer.training.losses import require_scalar
-from elastic_trainer.training.moves import Microbatch
 from elastic_trainer.training.proving import Proving
-from elastic_trainer.training.scaling import Scaling
+from elastic_trainer.training.stages import Microbatch
+from elastic_trainer.training.work import Work
 from elastic_trainer.world.arithmetic import Arithmetic
-from elastic_trainer.world.replicas import Part, Replica, fingerprint
+from elastic_trainer.world.replicas import Part, fingerprint
+
+CLEAR = 1e-3
+"""Two losses that differ by this share are not the same up to rounding."""
+
+
+class Tried(NamedTuple):
+    """What went into a micro-batch, and what came out."""
+
+    inputs: int
+    """The checksum of weights and samples."""
+    result: int
+    """The checksum of loss and gradient."""
+    loss: float
+    weights: int
+
+
+def another(schedule: Schedule, place: tuple[int, int]) -> tuple[int, int] | None:
+    """Return step and micro-batch of another micro-batch than the first one, if possible of its
+    size; None: the run has one micro-batch only."""
+    size = len(schedule.microbatch_positions(*place))
+    found = [(step, microbatch) for step in range(min(2, schedule.steps))
+             for microbatch in range(schedule.microbatches)
+             if (step, microbatch) != place and schedule.microbatch_positions(step, microbatch)]
+    return next((one for one in found if len(schedule.microbatch_positions(*one)) == size),
+                found[0] if found else None)
+
+
+def may_waver(device: torch.device) -> bool:
+    """Return whether this machine may give other bits for one program and the same values."""
+    if device.type == "cuda":
+        return not torch.are_deterministic_algorithms_enabled()
+    return device.type != "cpu" or torch.get_num_threads() > 1
+
+
+def require_same_result(tried: Sequence[Tried], wavers: bool) -> None:
+    """Raise ConfigError if one micro-batch had different results. Samples that differ are no
+    result: the proof leaves them out, with a remark."""
+    one = tried[0]
+    for other in tried[1:]:
+        if other.inputs != one.inputs or other.result == one.result:
+            continue
+        most = CLEAR * max(abs(one.loss), abs(other.loss))
+        if wavers and not abs(one.loss - other.loss) > most:
+            continue
+        what = (f"the gradient of one batch (loss {one.loss:.9g}) has other bits"
+                if one.loss == other.loss else
+                f"the loss of one batch is {one.loss:.9g}, and {other.loss:.9g}")
+        raise ConfigError(
+            f"{what} when the batch is computed again, with the same samples, weights and random "
+            f"numbers. So the loop, the loss or the model carries a value from one batch to the "
+            f"next (a hidden state, a counter, a running mean, a generator of its own), and the "
+            f"result would depend on the number of workers, because each computes other batches. "
+            f"Compute it from the batch and the number of the step, draw from the default "
+            f"generators of torch, numpy or random, or change it after the inner loop, in an "
+            f"object in state. docs/guide/script.md has the cases.")
+
 
 WARM_GRADIENTS = 5
 """A standby touches as much memory as this number of gradients takes: the state that it receives,
@@ -81,19 +136,12 @@ class Warm:
 class WarmUp:
     """One worker's warm-up, and what it works on."""
 
-    def __init__(self, job: Job, state: LiveState, flat: Flat, reducer: Reducer, replica: Replica,
-                 scaling: Scaling):
-        self.scaling = scaling
-        self.job, self.state, self.flat, self.reducer, self.replica = (
-            job,
-            state,
-            flat,
-            reducer,
-            replica,
-        )
+    def __init__(self, work: Work):
+        self.job, self.state, self.flat = work.job, work.state, work.flat
+        self.reducer, self.replica, self.scaling = work.reducer, work.replica, work.scaling
         self._left: list[dict[str, Any]] = []
         """The attributes that the first micro-batch has changed, the first time and again."""
-        self.proving = Proving(job, state)
+        self.proving = Proving(work.job, work.state)
 
     def run(self, is_exact: bool) -> Generator[Microbatch, None, Warm]:
         """Run a micro-batch of the first step, once more, and after another one; and as many
@@ -102,7 +150,7 @@ class WarmUp:
         trained = self.flat.gradients.trained_now()
         self.state.begin()
         first = job.schedule.microbatch_samples(*place)
-        advice, programs = self._advice_on_one(len(first)), compiled.programs()
+        advice, programs = self._advice_on_one(len(first)), compiled_programs()
         try:
             before = yield from self._try_microbatch(first, place, may_add_buffers=True,
                                                      advice=advice)
@@ -124,7 +172,7 @@ class WarmUp:
         require_same_result(tried, may_waver(job.device))
         if job.schedule.smallest_microbatch < len(first):
             yield from self._try_smallest_microbatch(first[: job.schedule.smallest_microbatch])
-        if compiled.programs() > programs:
+        if compiled_programs() > programs:
             yield from self._compile_other_sizes({len(first), job.schedule.smallest_microbatch})
         self.state.restore()
         self.state.forget()
@@ -133,9 +181,9 @@ class WarmUp:
         for tensor in self.flat.sums.values():
             tensor.zero_()
         self.flat.bind(self.flat.sums)
-        program, results = probe.program(job.device), {one.result for one in tried}
+        program, results = probe_program(job.device), {one.result for one in tried}
         arithmetic = Arithmetic(program, again.inputs, results.pop() if len(results) == 1 else 0,
-                                probe.facts(job.device), is_exact,
+                                probe_facts(job.device), is_exact,
                                 self.proving.proof(again.weights, program))
         return Warm(arithmetic, microbatch_s)
 
@@ -156,8 +204,7 @@ class WarmUp:
         except Exception as error:
             raise ConfigError(
                 f"{fact}, and on a micro-batch of that size the loss raises "
-                f"{type(error).__name__}: {str(error).rstrip('.')}. {remedy}"
-            ) from error
+                f"{type(error).__name__}: {str(error).rstrip('.')}. {remedy}") from error
 
     def _compile_other_sizes(self, done: set[int]) -> Generator[Microbatch, None, None]:
         """Compute micro-batches of the other sizes that the run has: to compile for one takes
@@ -187,15 +234,9 @@ class WarmUp:
             self.reducer.lay_out(self.flat.trained, self.state.buffers)
         return new
 
-    def _try_microbatch(
-        self,
-        indices: numpy.ndarray,
-        place: tuple[int, int],
-        *,
-        may_add_buffers: bool = False,
-        constant: Sequence[str] = (),
-        advice: str = "",
-    ) -> Trial:
+    def _try_microbatch(self, indices: numpy.ndarray, place: tuple[int, int], *,
+                        may_add_buffers: bool = False, constant: Sequence[str] = (),
+                        advice: str = "") -> Trial:
         """Run the first samples of a micro-batch, of which nothing remains but a fact of the user's
         code: whether that writes to `.grad`. `place`: step and micro-batch.
 
@@ -209,36 +250,29 @@ class WarmUp:
             return (yield from self._try_backward(indices, place, check, advice))
 
     def _check_buffers(self, may_add: bool, constant: Sequence[str]) -> None:
-        before, after = self.state.buffers_before(), named_buffers(self.job.model)
+        before, after = self.state.model_buffers.before, named_buffers(self.job.model)
         if why := refused_tensors({}, after):
             raise ConfigError(why)
-        moved = {
-            name: how
-            for name, how in moved_buffers(before, after).items()
-            if name in before or not may_add
-        }
-        if moved:
+        if moved := {name: how for name, how in moved_buffers(before, after).items()
+                     if name in before or not may_add}:
             raise ConfigError(
-                f"forward has changed the buffers {some(moved.values())}. {BUFFERS_STAY}"
-            )
-        if changed := [
-            name
-            for name in constant
-            if not torch.equal(byte_view(before[name]), byte_view(after[name]))
-        ]:
+                f"forward has changed the buffers {some(moved.values())}. {BUFFERS_STAY}")
+
+        def has_changed(name: str) -> bool:
+            return not torch.equal(byte_view(before[name]), byte_view(after[name]))
+
+        if changed := [name for name in constant if has_changed(name)]:
             raise ConfigError(
                 f"the buffers {some(changed)} are made in the first forward pass and changed by "
                 f"the second, so their first values would be those of the warm-up. Register them "
                 f"in __init__.")
         if self.job.schedule.microbatches > 1 and (
-                free := [name for name, rule in self.job.buffers.of(before).items() if rule is None
-                         and not torch.equal(byte_view(before[name]), byte_view(after[name]))]):
+                free := [name for name, rule in self.job.buffers.of(before).items()
+                         if rule is None and has_changed(name)]):
             raise ConfigError(self.job.buffers.refusal(free, self.job.words.behind))
 
-    def _try_backward(
-        self, indices: numpy.ndarray, place: tuple[int, int], check_buffers: Callable[[], None],
-        advice: str
-    ) -> Trial:
+    def _try_backward(self, indices: numpy.ndarray, place: tuple[int, int],
+                      check_buffers: Callable[[], None], advice: str) -> Trial:
         flat, job = self.flat, self.job
         # On every worker the same: the results are compared. A buffer that is made now is as the
         # first micro-batch makes it.
@@ -255,19 +289,13 @@ class WarmUp:
         flat.microbatches_run = 0
         try:
             flat.bind(flat.sums)
-            for tensor in flat.sums.values():
-                tensor.fill_(
-                    1.0
-                )  # so that also a `.grad.data.zero_()` is seen, which no version counts
+            for tensor in flat.sums.values():  # no version counts a `.grad.data.zero_()`
+                tensor.fill_(1.0)
             flat.gradients.open()
             self.scaling.open()
             microbatch = Microbatch(
-                "the warm-up",
-                batch,
-                partial(self._backward, check_buffers, losses),
-                flat.tally,
-                f"{TRIED} {advice}".rstrip(),
-            )
+                "the warm-up", batch, partial(self._backward, check_buffers, losses), flat.tally,
+                f"{TRIED} {advice}".rstrip())
             microbatch.is_trial = not flat.tally.names
             yield microbatch
             microbatch.settle()
@@ -280,17 +308,15 @@ class WarmUp:
             self.state.reopen()
             flat.microbatches_run = 0
 
-    def _backward(
-        self, check_buffers: Callable[[], None], losses: list[torch.Tensor], loss: Any, _: Any
-    ) -> None:
+    def _backward(self, check_buffers: Callable[[], None], losses: list[torch.Tensor], loss: Any,
+                  _: Any) -> None:
         flat = self.flat
         scalar: Any = require_scalar(loss, self.job.words)  # torch has no types for its backward()
         losses.append(scalar)
         flat.gradients.check_untouched()
         self.scaling.check()
         if not flat.gradients.isolates and not all(
-            bool((gradient == 1).all()) for gradient in flat.sums.gradients
-        ):
+                bool((gradient == 1).all()) for gradient in flat.sums.gradients):
             raise GradientsWritten
         check_buffers()
         if (trained := flat.gradients.trained_now()) != flat.trained:
@@ -319,29 +345,21 @@ class WarmUp:
         """Raise ConfigError if the micro-batch has changed parameters. A write to `.data` is not
         seen by a version."""
         self.state.parameters.check()
-        if changed := {name for name, _ in set(held) ^ set(self.replica.all_parts())} & set(
-            self.flat.names
-        ):
+        parts = set(held) ^ set(self.replica.all_parts())
+        if changed := {name for name, _ in parts} & set(self.flat.names):
             raise ConfigError(parameters_stay(sorted(changed)))
 
 
 def rehearse(job: Job, warm_up: WarmUp) -> Generator[Microbatch, None, None]:
     """Warm a standby up: nothing remains of it, random numbers included."""
-    torch_was, random_was, numpy_was = (
-        torch.get_rng_state(),
-        random.getstate(),
-        numpy.random.get_state(),
-    )
-    yield from warm_up.run(is_exact=True)  # leaves no hooks on the model
+    with random_numbers_put_back(job.device):
+        yield from warm_up.run(is_exact=True)  # leaves no hooks on the model
     if job.device.type == "cpu":
         gradient_bytes = sum(tensor.nbytes for tensor in warm_up.flat.sums.values())
         touched = min(WARM_GRADIENTS * gradient_bytes, free_bytes() // 16)
         torch.ones(touched, dtype=torch.uint8)  # the allocator keeps it
     for parameter in job.model.parameters():
         parameter.grad = None
-    torch.set_rng_state(torch_was)
-    random.setstate(random_was)
-    numpy.random.set_state(numpy_was)
 
 
 def free_bytes() -> int:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,50 +24,43 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.config import (
-    EXIT_LEFT,
-    EXIT_UNSAVED,
-    EXIT_USER_ERROR,
-    ConfigError,
-    Launch,
-)
+from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.evaluate.evaluation import Examination, examine
 from elastic_trainer.events import summary as report
 from elastic_trainer.events.log import Events
-from elastic_trainer.events.log_shipper import Courier, shares_runs
-from elastic_trainer.events.trace import FOLDER, Trace
-from elastic_trainer.host import stacks
 from elastic_trainer.host.output import outlive_readers
-from elastic_trainer.host.own import OursFirst
 from elastic_trainer.loggers.rows import Rows
 from elastic_trainer.options import Options
-from elastic_trainer.reduce.sending import Sending
-from elastic_trainer.training import compiled, debugger, determinism
+from elastic_trainer.reduce.ring import Sending
+from elastic_trainer.training import debugger
 from elastic_trainer.training.account import is_finished, is_in_store
+from elastic_trainer.training.after_step import StopRequest
 from elastic_trainer.training.averages import NOT_AVERAGED, SHOWN
 from elastic_trainer.training.configured import in_use
+from elastic_trainer.training.determinism import (
+    advise_on_shapes,
+    choose_settings,
+    compiler_settings,
+    expect_exact,
+)
 from elastic_trainer.training.failures import (
     UserExited,
     end_as_user_error,
     leave_as_dead,
-    leave_as_odd,
+    leave_differing,
+    leave_if_sent,
+    leave_unsaved,
     text_of,
-    without_frames,
 )
 from elastic_trainer.training.job import Job, Result, plan_of, sent, settled
-from elastic_trainer.training.listeners import Guarded
+from elastic_trainer.training.listeners import open_timeline, opened, shown
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.moves import Begun, Microbatch, Move, Portion
-from elastic_trainer.training.option_names import Words
-from elastic_trainer.training.stop_request import Wish
+from elastic_trainer.training.stages import Begun, Microbatch, Portion, Stage
 from elastic_trainer.training.warm_up import rehearse
-from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world import standby as standby
 from elastic_trainer.world.drivers import driver_of
-from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver, Unsaved
+from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
 from elastic_trainer.world.replicas import ReplicaDiffers
-
-determinism.choose_kernels()  # now: the user builds the model before the training begins
 
 
 class Worker:
@@ -81,11 +73,11 @@ class Worker:
         self.driver = Driver()
         self.loop: Loop | None = None
         """None until this worker has a place."""
-        self.wish = Wish(job.best)
+        self.stop_request = StopRequest(job.best)
         self.rows = Rows(options["loggers"])
         self.advice = ""
         """A remedy for a person, if the user's code has failed on the batch in hand."""
-        self._compiler = compiled.current()  # torch's settings, as the user has them
+        self._compiler = compiler_settings()  # torch's settings, as the user has them
         debugger.offer()
 
     @property
@@ -118,7 +110,7 @@ class Worker:
         """True while the loop itself calls the optimizer."""
         return self.loop is not None and self.loop.state.is_applying
 
-    def moves(self) -> Generator[Move, None, Result]:
+    def stages(self) -> Generator[Stage, None, Result]:
         """Live: yield what the user's code has to do, and return the result of the finished run.
 
         Raises ConfigError for what cannot work, and what the user's code raises. Leaves by
@@ -143,9 +135,8 @@ class Worker:
             is_shown = self.options["progress"] and not (self.launch.driver or self.launch.horovod)
             with shown(self.events) if is_shown else nullcontext():
                 self.loop = Loop(self.job, self.launch, self.driver, self.events, reduce,
-                                 sent(self.options), plan_of(self.options),
-                                 self.wish)
-                return (yield from self.loop.moves(has_begun=has_begun))
+                                 sent(self.options), plan_of(self.options), self.stop_request)
+                return (yield from self.loop.stages(has_begun=has_begun))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -168,11 +159,10 @@ class Worker:
         store = None if launch.driver else launch.store or self.options["store"]
         return is_finished(run_dir_of(self.options), steps) or is_in_store(store, steps)
 
-    def _rehearse(self) -> Generator[Move, None, None]:
+    def _rehearse(self) -> Generator[Stage, None, None]:
         expect_exact(self.job.device.type, self.options["reduce"])
         yield from rehearse(
-            self.job, Loop(self.job, Launch(), Driver(), Events(None), "exact", Sending()).warm_up
-        )
+            self.job, Loop(self.job, Launch(), Driver(), Events(None), "exact", Sending()).warm_up)
 
     def _take_place(self) -> str:
         """Read the launcher's options, and open the event log; returns the reducer."""
@@ -200,7 +190,7 @@ class Worker:
     def fail(self, error: BaseException) -> None:
         """End this worker: by SystemExit, as a dead one, or by an error that the caller raises."""
         if isinstance(error, ReplicaDiffers):
-            leave_as_odd(error, self.driver, self.events)
+            leave_differing(error, self.driver, self.events)
         leave_if_sent(error, self.events)
         if leave_unsaved(error, self.driver, self.launch, self.events):
             return
@@ -208,34 +198,26 @@ class Worker:
         if self.launch.driver:
             end_as_user_error()
         if not isinstance(error, Exception):
-            raise UserExited(
-                f"the user's code ended with {error!r}. Raise an exception instead."
-            ) from error
+            raise UserExited(f"the user's code ended with {error!r}. Raise an exception instead."
+                             ) from error
 
     def report(self, error: BaseException) -> None:
         """Report the user's exception: it ends the run everywhere. A fault of the machine ends this
         process alone."""
-        compiled.advise(error)
+        advise_on_shapes(error)
         if self.launch.horovod:
             debugger.advise(error)
         text = text_of(error)
         if self.loop and (kind := self.loop.fault_of_machine(error)):
-            leave_as_dead(
-                kind,
-                text,
-                self.loop.state.committed,
-                self.loop.microbatches.number,
-                launch=self.launch,
-                driver=self.driver,
-                events=self.events,
-            )
+            leave_as_dead(kind, text, self.loop.state.committed, self.loop.microbatches.number,
+                          launch=self.launch, driver=self.driver, events=self.events)
         text += self.advice
         self.events.emit("worker.failed", error=text[-MAX_ERROR_CHARACTERS:])
         # The driver learns of a worker that never stood ready by its exit code.
         self.driver.report(error=text)
         self.events.flush()
 
-    def end_with(self, error: BaseException, moves: Iterator[Move]) -> None:
+    def end_with(self, error: BaseException, stages: Iterator[Stage]) -> None:
         """End the run on all workers with an exception that has left the user's loop."""
         if not self.must_vote:
             self.report(error)
@@ -243,29 +225,29 @@ class Worker:
         # Horovod's driver takes no reports. The vote informs the other workers, so this one goes on
         # to it.
         with suppress(BaseException):  # it was reported, and the interpreter shows it
-            for move in moves:
-                if isinstance(move, (Microbatch, Portion)):
-                    move.fail(error)
+            for stage in stages:
+                if isinstance(stage, (Microbatch, Portion)):
+                    stage.fail(error)
 
     def evaluate(self, examination: Examination,
-                 draw: Callable[[], Move | None]) -> dict[str, Any]:
-        """Evaluate the model: with all workers behind a step, and alone when the run is over."""
-        if not (self.loop and self.loop.behind.is_running):
+                 draw: Callable[[], Stage | None]) -> dict[str, Any]:
+        """Evaluate the model: with all workers after a step, and alone when the run is over."""
+        if not (self.loop and self.loop.after_step.is_running):
             return examination.alone()
-        self.loop.behind.evaluations.ask(examination)
+        self.loop.after_step.evaluations.ask(examination)
         average = self.job.average
         if average is None:
             return examine(examination, draw)
 
-        def with_trained_values() -> Move | None:
+        def with_trained_values() -> Stage | None:
             with average.hidden():  # a worker that joins receives them
                 return draw()
 
         return examine(examination, with_trained_values)
 
     def take_for_best(self, means: Mapping[str, Any]) -> None:
-        """Let an evaluation behind a step decide which step is the best. Raises RuntimeError."""
-        if (best := self.job.best) and self.loop and self.loop.behind.is_running:
+        """Let an evaluation after a step decide which step is the best. Raises RuntimeError."""
+        if (best := self.job.best) and self.loop and self.loop.after_step.is_running:
             step = self.loop.state.committed - 1
             if best.take(best.found_in(means), step) and self.loop.world.rank == 0:
                 self.events.emit("worker.best_found", step=step, metric=best.rule.metric,
@@ -292,7 +274,7 @@ class Worker:
 
     def finish(self, reason: str) -> None:
         """Ask all workers to finish the run; the next vote carries it."""
-        self.wish.ask(str(reason))
+        self.stop_request.ask(str(reason))
 
     def leave(self, how: str, *, saves: bool = False) -> None:
         """Report that the user's loop was left before its end: the run ends everywhere, and can be
@@ -329,62 +311,6 @@ def report_memory(device: torch.device, events: Events) -> None:
         events.emit("worker.memory_measured", device_bytes=torch.cuda.max_memory_reserved(device))
 
 
-def expect_exact(device_type: str, reduce: str | None) -> None:
-    """Let torch compute as `exact` needs it where no reducer is known yet: in a standby."""
-    if device_type == "cuda":  # cuBLAS reads this at its first product
-        os.environ.setdefault(determinism.WORKSPACE, determinism.WORKSPACES[0])
-    if reduce != "ring":
-        compiled.apply(compiled.EXACT)
-
-
-def choose_settings(device_type: str, reduce: str, compiler: compiled.Settings) -> None:
-    """Set torch's settings for a reducer; `compiler` has those of the user. Raises ConfigError."""
-    if settings := determinism.required(device_type, reduce, determinism.current()):
-        determinism.apply(settings)
-    compiled.apply(compiled.EXACT if reduce == "exact" else compiler)
-
-
-def opened(
-    launch: Launch, listeners: Sequence[Callable[[str, dict[str, Any]], None]] = ()
-) -> tuple[Launch, Events]:
-    """Open the event log of a worker that has its place. Returns the launch without the folder of
-    the run where this host does not share it. Raises ConfigError."""
-    courier = None
-    if launch.driver and not shares_runs(launch):
-        if not launch.store:
-            raise ConfigError(
-                f"the host {launch.host} does not share the folder of runs ({launch.run_dir}), and "
-                "no store is given. Use --store s3://bucket/prefix, or put --runs-dir on a disk "
-                "that all share."
-            )
-        courier, launch = Courier(launch), replace(launch, run_dir=None)
-    stacks.answer()
-    events = Events(
-        launch.run_dir,
-        courier=courier,
-        run=launch.run,
-        attempt=launch.attempt,
-        worker=launch.worker or launch.host,
-    )
-    events.listeners += [Guarded(listener, events) for listener in listeners]
-    return launch, events
-
-
-def open_timeline(launch: Launch, events: Events, words: Words) -> None:
-    """Let a worker write its timeline: into the folder of the run, or into a new one on a host that
-    does not share it. Raises ConfigError."""
-    if launch.run_dir:
-        folder = launch.run_dir / FOLDER
-    elif launch.driver:
-        folder = Path(tempfile.mkdtemp(prefix=f"elastic-trainer-{FOLDER}-"))
-    else:
-        raise ConfigError(f"{words.name}: timeline is on, but there is no folder for it. Give "
-                          f"run_dir=, or timeline=False.")
-    events.trace = Trace(folder)
-    events.listeners.append(events.trace.note)
-    events.emit("worker.timeline_opened", folder=str(folder))
-
-
 def require_main_thread(driver: Driver) -> None:
     """Raise ConfigError if this thread cannot take the signal with which a host announces its end.
     """
@@ -395,50 +321,10 @@ def require_main_thread(driver: Driver) -> None:
             f"Under a launcher, train in the main thread, and run the rest in other threads.")
 
 
-def leave_if_sent(error: BaseException, events: Events) -> None:
-    """Leave by SystemExit if an error says that this worker is not wanted, or that the attempt is
-    over. Any other error is the user's: return."""
-    if isinstance(error, Dismissed):
-        events.emit("worker.left")
-        sys.exit(EXIT_LEFT)
-    if isinstance(error, RunOver):
-        events.emit("worker.stopped", verdict=error.verdict, detail=error.detail)
-        print(f"elastic-trainer: {error.verdict}: {plain_text(without_frames(error.detail))}",
-              file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR if error.verdict == "user_error" else EXIT_LEFT)
-
-
-def leave_unsaved(error: BaseException, driver: Driver, launch: Launch, events: Events) -> bool:
-    """Return whether an error says that the last checkpoint could not be written, and report that.
-    Under our launcher leave by SystemExit."""
-    if not isinstance(error, Unsaved):
-        return False
-    driver.report(unsaved=str(error))
-    events.flush()
-    if launch.driver:
-        sys.exit(EXIT_UNSAVED)
-    return True
-
-
 def run_dir_of(options: Options) -> Path | None:
     """Return the folder of the run: the launcher's, or the user's."""
     given = Launch.from_environment().run_dir or options["run_dir"]
     return Path(given) if given else None
-
-
-@contextmanager
-def shown(events: Events) -> Iterator[None]:
-    """Show the progress of a worker that was not launched."""
-    # Here: a launched worker shows nothing, and would load rich for nothing.
-    with OursFirst():
-        from elastic_trainer.training.progress import Progress
-
-    progress = Progress()
-    events.listeners.append(Guarded(progress, events))
-    try:
-        yield
-    finally:
-        progress.close()
 
 
 def local_rank() -> int:

@@ -116,7 +116,7 @@ class Checkpoints:
         self.published: dict[int, int] = {}
         """Step → line."""
         self.abandoned: dict[int, int] = {}
-        """Published, before the lineage went back behind that step."""
+        """Published, before the lineage went back after that step."""
         self.is_start_published = True
         """The training started where a checkpoint of this lineage is, or at 0 without any."""
 

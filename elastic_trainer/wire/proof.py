@@ -99,7 +99,7 @@ class Proof:
     weights: int = 0
     """A checksum of the weights as built; 0: not known."""
     machine: int = 0
-    """The checksum of what a fixed program of torch returns here (probe.py)."""
+    """The checksum of what a fixed program of torch returns here (determinism.py)."""
     hash_seed: str = ""
     """PYTHONHASHSEED; "": it was not set, so sets of texts have another order in each process."""
 

@@ -1,12 +1,12 @@
 """How a worker computes, and whether two workers compute the same bits.
 
-warm-up (probe.py) → here → membership (refuses or warns), world (mixed or not), checkpoint
+warm-up (determinism.py) → here → membership (refuses or warns), world (mixed or not), checkpoint
 
 What always holds:
 1. Two gradients are compared only if their inputs (weights as built, first samples) are the same
    and each worker computed the same gradient twice. So a model that is built without a seed, or a
    loss that draws random numbers of its own, does not count as another processor. The fixed program
-   of probe.py is always compared.
+   of determinism.py is always compared.
 2. Workers whose descriptions differ (CPU model, library) and whose bits do not are equal.
 
 What it does not do: import torch. The driver compares, and runs without torch.

@@ -29,8 +29,8 @@ Consequence of 3: between the flip and the step that finds it, the worker comput
 on a wrong value. Its gradients were wrong, too, and all workers have applied them. With more than
 one slice the weights may therefore differ from those of an undisturbed run, although all replicas
 are equal again. With one slice (a model of under 512 KiB) they do not differ. A checkpoint of a
-step in between may have the wrong value in that worker's share. `compared_after` (state/cadence.py)
-keeps an older checkpoint, and a run that goes back restores that one.
+step in between may have the wrong value in that worker's share. `compared_after`
+(state/checkpoint.py) keeps an older checkpoint, and a run that goes back restores that one.
 
 What it does not do:
 - It finds no fault in a world of one.
@@ -139,7 +139,7 @@ class Replica:
                 found.append((f"{name}/{key}", _folded(kept[key], low, high, parameter.numel())))
         found += self._attribute_parts(index, slices)
         # A forward pass of this step has changed the others.
-        buffers = self.state.buffers_before() or self.state.buffers
+        buffers = self.state.model_buffers.before or self.state.buffers
         names = sorted(buffers)
         for name in names[len(names) * index // slices : len(names) * (index + 1) // slices]:
             found.append((name, _folded(buffers[name], 0, 1, 1)))

@@ -91,12 +91,8 @@ def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
         return None
     step = state.ticks, state.begun
     packed = pack({
-        "pid": os.getpid(), "begun": state.begun, "prepared": state.prepared,
-        "state": state.values(), "gradients": gradients, "buffers_before": state.buffers_before(),
-        "evaluating_before": state.modes.evaluating_before(),
-        "attributes": state.attributes.in_flight(), "buffers_left": state.model_buffers.left,
-        "extra_state": state.extra_state.in_flight(), "facts": json.dumps(facts)
-    }, state.classes)
+        "pid": os.getpid(), "state": state.values(), "in_flight": state.in_flight(),
+        "gradients": gradients, "facts": json.dumps(facts)}, state.classes)
     try:
         descriptor = os.memfd_create("live-state")
     except OSError:

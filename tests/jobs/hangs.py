@@ -107,7 +107,7 @@ def note(point: str, _: dict[str, Any]) -> None:
 
 
 def after_step(step: int) -> None:
-    """The user's code behind a step."""
+    """The user's code after a step."""
     if options.behind_s and step % 500 == 499 and host() == "h1":
         time.sleep(options.behind_s)
 

@@ -51,10 +51,10 @@ parser.add_argument("--odd-data",
 parser.add_argument("--iterator",
                     action="store_true",
                     help="train in a loop of the user's, and not by train()")
-parser.add_argument("--raise-at", help="host:step: the loop raises on this host behind this step")
+parser.add_argument("--raise-at", help="host:step: the loop raises on this host after this step")
 parser.add_argument("--stop-at", help="host:step: this host asks to finish the run in this step")
 parser.add_argument("--break-on", help="on this host only")
-parser.add_argument("--break-at", type=int, help="the loop is left behind this step, everywhere")
+parser.add_argument("--break-at", type=int, help="the loop is left after this step, everywhere")
 parser.add_argument("--phases", action="store_true",
                     help="train each half of the model in a phase of its own (with --iterator)")
 parser.add_argument("--evaluate", action="store_true",

@@ -1,14 +1,14 @@
 """What an object of the user's holds in its attributes, as a tree of values that can be kept.
 
-attributes of an optimizer or a module → Walk → layout (bytes) → Taking → the same object in another
-process
+attributes of an optimizer or a module → Walk → layout (bytes) → Filling (object_filling.py) → the
+same object in another process
 
 A node of the tree is a number, a text, a bool or None as it is, or a list that begins with the kind
 of the node. What always holds:
 1. One object that stands in two places is one object again, and a tensor that is a view of another
    one is a view again. Parameters, modules and what the state keeps anyway (`kept`) go by name.
-2. `Taking.build` changes nothing. `Taking.finish` puts the values into the objects that are there:
-   tensors, containers, generators of random numbers and objects stay the same objects.
+2. `Filling.build` changes nothing. `Filling.finish` puts the values into the objects that are
+   there: tensors, containers, generators of random numbers and objects stay the same objects.
 3. An object of a class that is not Python's, torch's or numpy's own container is never made, only
    filled: there must be one of its class in the same place.
 
@@ -27,6 +27,8 @@ from typing import Any
 import numpy
 import torch
 
+from elastic_trainer.state.forms import factory_of
+
 MISSING = object()
 """Stands for a place at which there is nothing."""
 LEFT = ["left"]
@@ -37,8 +39,6 @@ MADE: dict[str, Callable[[], Any]] = {
     "dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "list": list, "set": set,
     "deque": deque, "defaultdict": defaultdict}
 PLAIN = (int, float, str, bool, type(None))
-FACTORIES: dict[str, Any] = {"": None, "dict": dict, "list": list, "int": int, "float": float,
-                             "set": set, "tuple": tuple}
 CODE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
         types.MethodWrapperType, type, property)
 TOOLS = ("threading", "_thread", "logging", "weakref", "concurrent", "functools", "io", "_io",
@@ -180,8 +180,7 @@ class Walk:
             return ["items", name, extra, sorted(nodes, key=repr)]
         if isinstance(value, dict):
             if isinstance(value, defaultdict):
-                factory = value.default_factory
-                extra = next((n for n, made in FACTORIES.items() if made is factory), "?")
+                extra = factory_of(value) if factory_of(value) is not None else "?"
             if name not in MADE or extra == "?":
                 self.classes[where] = name
             pairs = []

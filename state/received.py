@@ -1,4 +1,4 @@
-"""Whether values that were received or restored are of the kinds that this version writes.
+"""Values that were received or restored: whether they are of the kinds that this version writes.
 
 header of a checkpoint or a giver → here → live_state.py, which loads them
 
@@ -6,16 +6,19 @@ What always holds:
 1. A value with the right digest may still have been written by another program. A value at which
    `load` raised would end each start of the run, with half of the state changed. So all kinds are
    checked first.
+2. All workers hold the same findings of a step (losses, and what was logged). A worker that joins
+   between two phases receives those of the phases that it has not seen. They change in `apply`
+   only, with everything else that outlives a phase.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import torch
 
-from elastic_trainer.state.findings import are_sound
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.module_attributes import is_plain
 
@@ -37,18 +40,18 @@ def check_kinds(values: Any) -> None:
         "loss": (int, float), "last_vote": (list, tuple), "step": int, "samples": int,
         "lineage": int, "phase": int, "clock_ms": int
     }
-    odd = [name for name, kind in kinds.items()
+    bad = [name for name, kind in kinds.items()
            if name not in found or not isinstance(found[name], kind)]
     texts = ("evaluating", "trained", "left_out")
-    odd += [name for name in texts if not _is_list(found[name], str)]
+    bad += [name for name in texts if not _is_list(found[name], str)]
     named = {"parameters": torch.Tensor, "buffers": torch.Tensor, "extras": object,
              "extra_state": object, "settings": object, "aliases": str, "findings": object,
              "attributes": object}
-    odd += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
-    if not odd:
-        odd = [name for name, is_sound in _contents(found).items() if not is_sound]
-    if odd:
-        raise LayoutError(f"the header holds no state of ours: {', '.join(odd)} are not what this "
+    bad += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
+    if not bad:
+        bad = [name for name, is_sound in _contents(found).items() if not is_sound]
+    if bad:
+        raise LayoutError(f"the header holds no state of ours: {', '.join(bad)} are not what this "
                           f"version writes")
 
 
@@ -83,3 +86,46 @@ def _is_dict(value: Any, kind: Any) -> bool:
 
 def _is_list(value: Any, kind: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(one, kind) for one in value)
+
+
+class Findings:
+    """The losses and sums of the step in flight, or of the last finished step."""
+
+    def __init__(self) -> None:
+        self.losses: dict[str, float] = {}
+        """By the name of the phase."""
+        self.sums: dict[str, tuple[float, float]] = {}
+        """Total and weight of what was logged, by name, over all micro-batches and phases."""
+
+    def add(self, phase: str, loss: float, sums: Mapping[str, tuple[float, float]],
+            is_first: bool) -> None:
+        """Add those of a phase. The first phase of a step begins anew."""
+        if is_first:
+            self.losses, self.sums = {}, {}
+        self.losses[phase] = loss
+        for name, (total, weight) in sums.items():
+            total_before, weight_before = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = (total_before + total, weight_before + weight)
+
+    def values(self) -> dict[str, Any]:
+        """Return them as numbers and texts in containers."""
+        return {"losses": dict(self.losses), "sums": dict(self.sums)}
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Take over values of `values`, or none."""
+        self.losses = dict(values.get("losses", {}))
+        self.sums = {name: (float(total), float(weight))
+                     for name, (total, weight) in values.get("sums", {}).items()}
+
+
+def are_sound(values: Mapping[str, Any]) -> bool:
+    """Return whether values are of the kinds that `load` relies on."""
+    losses, sums = values.get("losses", {}), values.get("sums", {})
+    return (isinstance(losses, dict) and all(map(_is_number, losses.values()))
+            and isinstance(sums, dict)
+            and all(isinstance(pair, (list, tuple)) and len(pair) == 2
+                    and all(map(_is_number, pair)) for pair in sums.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

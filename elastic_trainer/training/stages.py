@@ -4,9 +4,9 @@ finished.
 micro-batches, warm_up, loop → here → trainer (the iterator), train()
 
 What always holds:
-1. The user's code never runs inside the frames of the loop. It runs between two moves.
+1. The user's code never runs inside the frames of the loop. It runs between two stages.
 2. `Microbatch.backward` raises what is the user's error. What the loop has to handle (a member is
-   gone, `.grad` was written to) is kept, and raised inside the loop at the next move.
+   gone, `.grad` was written to) is kept, and raised inside the loop at the next stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from elastic_trainer.data.batches import add_note
 from elastic_trainer.evaluate.sums import Found
-from elastic_trainer.reduce.counts import COUNT, Tally, pair_of, require_count
+from elastic_trainer.reduce.flat import COUNT, Tally, pair_of, require_count
 from elastic_trainer.reduce.gradients import GradientsWritten
 from elastic_trainer.world.collectives import PeersLost
 
@@ -47,7 +47,7 @@ class PhaseFinished:
 
 @dataclass(frozen=True)
 class Finished:
-    """A step is finished, on every worker: the code behind it runs once."""
+    """A step is finished, on every worker: the code after it runs once."""
 
     step: int
 
@@ -76,14 +76,8 @@ class Evaluated:
 class Microbatch:
     """One micro-batch in the hands of the user's code: its batch, and where its loss goes."""
 
-    def __init__(
-        self,
-        name: str,
-        batch: Any,
-        backward: Callable[[Any, Any], None],
-        tally: Tally,
-        advice: str = "",
-    ):
+    def __init__(self, name: str, batch: Any, backward: Callable[[Any, Any], None], tally: Tally,
+                 advice: str = ""):
         self.name, self.batch, self._backward, self._tally = name, batch, backward, tally
         self.advice = advice
         """A remedy for a person if the user's code fails on this micro-batch."""
@@ -101,8 +95,7 @@ class Microbatch:
         if self.is_done:
             raise RuntimeError(
                 f"backward() was called twice in {self.name}. Add the losses, and call it once for "
-                f"each batch: step.backward(first + second)."
-            )
+                f"each batch: step.backward(first + second).")
         self.is_done = True
         try:
             if count is not None:
@@ -121,8 +114,7 @@ class Microbatch:
         if name == COUNT:
             raise ValueError(
                 f"step.log cannot log {COUNT!r}, which backward(loss, count=…) uses. Use another "
-                "name."
-            )
+                "name.")
         self._add(name, *pair_of(name, value))
 
     def _add(self, name: str, total: Any, weight: Any) -> None:
@@ -137,7 +129,7 @@ class Microbatch:
         self._tally.add(name, total, weight)
 
     def fail(self, error: BaseException) -> None:
-        """Keep what the user's code has raised, for the loop to raise at the next move."""
+        """Keep what the user's code has raised, for the loop to raise at the next stage."""
         self.is_done = True
         self.error = self.error or error
         if self.advice:
@@ -151,8 +143,7 @@ class Microbatch:
             raise RuntimeError(
                 f"step.backward() was not called in {self.name}, so its samples would be lost. "
                 f"Call step.backward(loss) once for each batch, in the place of loss.backward(). "
-                f"To leave a batch out, use a loss of zero: step.backward(0.0 * loss)."
-            )
+                f"To leave a batch out, use a loss of zero: step.backward(0.0 * loss).")
 
 
-Move = Begun | PhaseFinished | Finished | Microbatch | Portion | Evaluated
+Stage = Begun | PhaseFinished | Finished | Microbatch | Portion | Evaluated

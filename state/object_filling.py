@@ -1,6 +1,6 @@
-"""Put the values of a tree into the attributes of an object: the reverse of foreign.Walk.
+"""Put the values of a tree into the attributes of an object: the reverse of Walk.
 
-layout (bytes) → tree of nodes (foreign.py) → here → the same object in another process
+layout (bytes) → tree of nodes (object_nodes.py) → here → the same object in another process
 
 What always holds:
 1. `build` changes nothing, and raises LayoutError for a tree that does not fit. `finish` can fail
@@ -20,8 +20,9 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.state.foreign import (
-    FACTORIES,
+from elastic_trainer.state.forms import FACTORIES
+from elastic_trainer.state.layout import DTYPES, LayoutError
+from elastic_trainer.state.object_nodes import (
     LEFT,
     MADE,
     MISSING,
@@ -30,7 +31,6 @@ from elastic_trainer.state.foreign import (
     fields,
     from_json,
 )
-from elastic_trainer.state.layout import DTYPES, LayoutError
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a node that no Walk has made raises where it is built."""
@@ -38,7 +38,7 @@ BITS = ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64")
 """The generators of bits that numpy has."""
 
 
-class Taking:
+class Filling:
     """One pass over a tree. `kept` returns what a node ["kept", …] names."""
 
     def __init__(self, kept: Callable[[Node], Any], device: torch.device,
@@ -175,7 +175,7 @@ class Taking:
             self._filled.add(id(mine))
             return mine
         if name == "defaultdict":
-            return defaultdict(FACTORIES[extra])
+            return defaultdict(FACTORIES[extra] if extra else None)
         if name == "deque":
             return deque(maxlen=extra)
         if name not in MADE:

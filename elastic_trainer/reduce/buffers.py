@@ -1,0 +1,381 @@
+"""What a step does to the model's buffers that its micro-batches have changed (BatchNorm), and the
+loss.
+
+model, option `buffers` → BufferRules → Statistics (the rule "mean": sums in front of the gradients,
+with the loss) and BufferValues (the others: one allgather of all values) → the model's buffers
+
+What always holds:
+1. Each micro-batch begins with the buffers of the step's begin. In a step of one micro-batch a
+   buffer takes the value that this one has left, as in plain PyTorch, whatever its rule is.
+2. Running statistics of torch's own modules (BatchNorm, InstanceNorm, SyncBatchNorm, observers of
+   quantization, and classes derived from them) have the rule "mean". The vectors of spectral_norm
+   follow from the weight alone, so all micro-batches leave the same: "last". Any other buffer that
+   changes has the rule of the option `buffers`, or it is an error that names it.
+3. "mean" adds to the buffers of the step's begin the weighted mean over micro-batches of (after -
+   before). A buffer of whole numbers is rounded, and one of truth values takes the value of more
+   than half of the batch.
+4. A mark (an infinite value, NaN, or one of 1e30) stands for "none yet". No difference to it has a
+   digit of the value, so there the sum over the micro-batches is the mean of the values themselves.
+5. Of a buffer without a rule only whether it has changed is counted.
+6. Values of the other rules keep their bytes, and stand in the order of the micro-batches, so the
+   result has the same bits in every world. All workers hold them before the vote, so a worker that
+   rolls the step forward has them. Without such buffers this costs nothing; with them, each
+   micro-batch sends each of them whole.
+
+What it does not do: buffers of 64-bit floats keep 32 bits of their change.
+
+Source: torch 2.13, nn/modules/batchnorm.py (`_NormBase`), ao/quantization, and in nn/utils
+spectral_norm.py and parametrizations.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch.ao.quantization import FakeQuantizeBase, ObserverBase
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.state.forward import ModelBuffers
+from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.names import plain
+from elastic_trainer.state.supported import some
+from elastic_trainer.world.collectives import World
+
+RULES = ("mean", "sum", "last")
+RUNNING = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The rule `gather(fn)`."""
+
+    fn: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
+
+    def __repr__(self) -> str:
+        return "gather"
+
+
+def gather(fn: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]) -> Gather:
+    """Return the rule for a buffer whose next value a function computes: `fn(before, values)`.
+
+    `before` is the value at the step's begin, `values` has those that the micro-batches have left,
+    in their order. All workers call it in the same way, at the end of the step, under
+    torch.no_grad(). The model's buffers then have the values of the step's begin.
+    """
+    return Gather(fn)
+
+
+Rule = str | Gather
+
+
+class BufferRules:
+    """The rules of one model's buffers."""
+
+    def __init__(self, model: torch.nn.Module, given: Mapping[str, Rule] | None = None,
+                 microbatches: int = 1):
+        self._model, self._given, self.microbatches = model, dict(given or {}), microbatches
+        for name, rule in self._given.items():
+            if rule not in RULES and not isinstance(rule, Gather):
+                raise ConfigError(f"the rule of the buffers {name!r} is {rule!r}. Use one of "
+                                  f"{RULES}, or gather(fn).")
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The rules as given, as JSON values by key."""
+        return {f"buffers.{name}": str(rule) for name, rule in self._given.items()}
+
+    def of(self, names: Iterable[str]) -> dict[str, Rule | None]:
+        """Return the rules of these buffers; None for one that has none."""
+        of_torch = _of_torch(self._model)
+        return {name: self._found(name) or of_torch.get(name) for name in names}
+
+    def _found(self, name: str) -> Rule | None:
+        return self._given.get(name) or next(
+            (rule for pattern, rule in self._given.items() if fnmatchcase(name, pattern)), None)
+
+    def require_used(self, names: Iterable[str]) -> None:
+        """Raise ConfigError if a rule is that of no buffer."""
+        known = list(names)
+        if bad := [pattern for pattern in self._given
+                   if not any(fnmatchcase(name, pattern) for name in known)]:
+            raise ConfigError(f"buffers has rules for {some(bad)}, but the model has no such "
+                              f"buffers. Its buffers are {some(known) or 'none'}.")
+
+    def refusal(self, names: Iterable[str], behind: str) -> str:
+        """Return the error for buffers that forward changes and that have no rule."""
+        found = list(names)
+        return (
+            f"forward has changed the buffers {some(found)}, and a step has {self.microbatches} "
+            f"micro-batches, each of which begins with the step's buffers. Say what the step ends "
+            f"with: buffers={{{found[0]!r}: \"mean\"}} (the mean of their changes), \"sum\" (of "
+            f"their changes), \"last\" (what the last one has left), or gather(fn), which gets all "
+            f"their values in order. Or change the buffer {behind}.")
+
+
+def _of_torch(model: torch.nn.Module) -> dict[str, Rule]:
+    """Return the rules of buffers of torch's own modules, by name."""
+    found = dict[str, Rule]()
+    for name, module in model.named_modules():
+        start = f"{plain(name)}." if plain(name) else ""
+        rule = "mean"
+        if isinstance(module, _NormBase):
+            own: Iterable[str] = RUNNING
+        elif isinstance(module, (ObserverBase, FakeQuantizeBase)):
+            own = [one for one, _ in module.named_buffers(recurse=False)]
+        else:
+            rule = "last"
+            own = [f"{hook.name}_{vector}" for hook in module._forward_pre_hooks.values()
+                   if isinstance(hook, SpectralNorm) for vector in "uv"]
+            if isinstance(module, _SpectralNorm):
+                own = ["_u", "_v"]
+        found |= {f"{start}{one}": rule for one in own}
+    return found
+
+
+MARK = 1e30
+"""A buffer's value from this size on, or from the largest of its type on, is a mark (rule 3)."""
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+MOST_CHANGE = 2.0**22
+"""The most by which a whole number changes in a step: up to here the mean over micro-batches is
+exact when it is rounded."""
+
+
+class Statistics:
+    """The model's buffers, and how a step changes them. `sums` holds the loss, then the changes,
+    then a count for each buffer without a rule. `rules`: by name; None: all have the rule "mean".
+    """
+
+    def __init__(self, buffers: dict[str, torch.Tensor], device: torch.device,
+                 rules: Mapping[str, Any] | None = None):
+        if rules is not None:
+            buffers = {name: one for name, one in buffers.items() if rules[name] == "mean"}
+        self._names = list(buffers)
+        self._watched = [name for name, rule in (rules or {}).items() if rule is None]
+        self._before: dict[str, torch.Tensor] | None = None
+        self._marks: set[str] = set()
+        self._counts_start = 1 + sum(_real(buffer).numel() for buffer in buffers.values())
+        self.size = self._counts_start + len(self._watched)
+        """The number of elements of the flat buffer that the statistics need."""
+        is_whole = [torch.full((_real(buffer).numel(),), _holds_whole_numbers(buffer))
+                    for buffer in buffers.values()]
+        self._whole = (1 + torch.cat(is_whole).nonzero().flatten().to(device) if is_whole
+                       else torch.empty(0))
+        """Where the statistics hold changes of whole numbers."""
+
+    def add(self, sums: torch.Tensor, weight: float, loss: torch.Tensor,
+            before: dict[str, torch.Tensor], after: dict[str, torch.Tensor],
+            is_sum: bool) -> None:
+        """Add a micro-batch's loss and changes of the buffers, weighted. A loss that `is_sum` gets
+        no weight."""
+        marked = self.find_marks(before)
+        sums[0] += loss.detach().reshape(()).to(sums.device, torch.float32) * (
+            1.0 if is_sum else weight)
+        at = 1
+        for name in self._names:
+            was, now = _real(before[name]), _real(after[name])
+            # where nothing changed the change is 0, also for inf - inf
+            change = torch.where(now == was, 0, now - was) if now.dtype != torch.bool else now
+            if name in marked:
+                change = torch.where(_is_mark(was), now, change)
+            # multiplied first: add_(alpha=) may round once instead of twice, and then a sum in one
+            # buffer has other bits than the sum of two
+            sums[at : at + now.numel()].add_(change.reshape(-1).to(torch.float32) * weight)
+            at += now.numel()
+        for name in self._watched:
+            if before[name] is not after[name]:
+                sums[at] += _has_changed(before[name], after[name])
+            at += 1
+
+    def changed(self, sums: torch.Tensor) -> list[str]:
+        """Return the buffers without a rule that micro-batches have changed. On a GPU this
+        waits."""
+        counts = sums[self._counts_start :].tolist() if self._watched else []
+        return [name for name, count in zip(self._watched, counts, strict=True) if count]
+
+    def find_marks(self, before: dict[str, torch.Tensor]) -> set[str]:
+        """Return the buffers that hold a mark at the step's begin. This waits for a GPU, so it is
+        called while the GPU is idle."""
+        if before is not self._before:
+            found = {name: values for name in self._names
+                     if (values := _real(before[name])).is_floating_point() and values.numel()}
+            largest = torch._foreach_norm(list(found.values()), float("inf")) if found else ()
+            are_quantities = [one.float() < _mark(one.dtype) for one in largest]  # NaN is none
+            answers = torch.stack(are_quantities).tolist() if are_quantities else []
+            self._marks = {name for name, is_quantity in zip(found, answers, strict=True)
+                           if not is_quantity}
+            self._before = before
+        return self._marks
+
+    def has_lost_digits(self, sums: torch.Tensor) -> bool:
+        """True if a buffer of whole numbers has changed by more than 32-bit sums hold exactly."""
+        return bool(self._whole.numel()) and float(sums[self._whole].abs().max()) > MOST_CHANGE
+
+    def apply(self, sums: torch.Tensor, before: dict[str, torch.Tensor],
+              buffers: dict[str, torch.Tensor]) -> None:
+        """Set the buffers to before + mean change."""
+        marked, at = self.find_marks(before), 1
+        for name in self._names:
+            buffer, was = _real(buffers[name]), _real(before[name])
+            change = sums[at : at + buffer.numel()].view(buffer.shape)
+            if buffer.is_floating_point():
+                now = torch.where(change == 0, was, was + change.to(buffer.dtype))
+                buffer.copy_(_with_marks(was, change, now) if name in marked else now)
+            elif buffer.dtype == torch.bool:
+                buffer.copy_(change > 0.5)
+            else:
+                buffer.copy_(was + change.round().to(buffer.dtype))
+            at += buffer.numel()
+
+
+def _has_changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | bool:
+    """Return whether two tensors have different bytes. A GPU is not waited for."""
+    was, now = _bits(before), _bits(after)
+    return bool((was != now).any()) if was.is_cpu else (was != now).any()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor's elements as whole numbers."""
+    real = _real(tensor)
+    return real.view(WHOLE[real.element_size()])
+
+
+def _holds_whole_numbers(buffer: torch.Tensor) -> bool:
+    return not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
+
+
+def _mark(dtype: torch.dtype) -> float:
+    """Return from which size on a buffer's value of this type is a mark."""
+    return min(MARK, torch.finfo(dtype).max)
+
+
+def _is_mark(values: torch.Tensor) -> torch.Tensor:
+    """Return which values are marks. NaN is one."""
+    return ~(values.abs() < _mark(values.dtype))
+
+
+def _with_marks(was: torch.Tensor, change: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Return a buffer's new values: where it had a mark, the sum over the microbatches is the mean
+    itself."""
+    # The mean of marks is the mark, whatever was rounded; the sign tells inf from -inf.
+    stays = (change.abs() >= 0.999 * was.abs().to(change.dtype)) & (change.sign() == was.sign())
+    return torch.where(_is_mark(was), torch.where(stays, was, change.to(was.dtype)), now)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of real numbers: a view with one dimension more, if it is complex."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
+
+
+Values = dict[str, torch.Tensor]
+
+
+class BufferValues:
+    """What the micro-batches of a step have left, on this worker and then on all."""
+
+    def __init__(self, buffers: ModelBuffers, rules: BufferRules, schedule: Schedule):
+        self._buffers, self._rules, self._schedule = buffers, rules, schedule
+        self._of: dict[str, Any] = {}
+        """The rules by the names of the buffers that there are."""
+        self._mine: list[Values] = []
+        self._names: list[str] = []
+        self._marks: list[tuple[torch.Tensor, int]] = []
+
+    def begin(self, step: int) -> None:
+        """Begin a step, or begin it again."""
+        if self._of.keys() != self._buffers.named.keys():
+            self._of = self._rules.of(self._buffers.named)
+        is_single = sum(bool(self._schedule.microbatch_positions(step, microbatch))
+                        for microbatch in range(self._schedule.microbatches)) == 1
+        self._mine, self._buffers.left = [], []
+        self._names = [name for name, rule in self._of.items()
+                       if is_single or rule not in (None, "mean")]
+
+    def keep(self, after: Values) -> None:
+        """Keep what a micro-batch's forward pass has left."""
+        if self._names:
+            self._mine.append({name: after[name].detach().clone() for name in self._names})
+
+    def note(self, now: Values) -> None:
+        """Note that the backward pass of a micro-batch is over. (It may have run a part of forward
+        again.)"""
+        self._marks = [(tensor, tensor._version) for tensor in now.values()]
+
+    def check(self, replaced: list[tuple[str, torch.Tensor]]) -> None:
+        """Raise RuntimeError if buffers were changed since the backward pass. `replaced` are the
+        tensors that stand in the place of buffers now."""
+        known = {id(tensor) for tensor, _ in self._marks}
+        bad = [name for name, tensor in replaced if id(tensor) not in known] or [
+            name for name, (tensor, version) in zip(self._of, self._marks, strict=False)
+            if tensor._version != version]
+        if bad:
+            raise RuntimeError(
+                f"the buffer {bad[0]} was changed after step.backward(), where the step has taken "
+                f"the buffers' values already. Change it before step.backward(), or after the "
+                f"inner loop; a forward pass there may run in eval mode.")
+
+    def share(self, world: World) -> None:
+        """Give all workers the values of all micro-batches. Network: one allgather of them."""
+        mine = self._mine
+        if self._names and world.size > 1:
+            before = self._buffers.before
+            bytes_each = sum(before[name].nbytes for name in self._names)
+            parts = [byte_view(values[name]) for values in mine for name in self._names]
+            everyone = world.allgather(
+                torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), "buffers")
+            mine = [self._read(everyone[at : at + bytes_each], before)
+                    for at in range(0, len(everyone), max(1, bytes_each))]
+        self._buffers.left = mine
+
+    def _read(self, data: torch.Tensor, before: Values) -> Values:
+        found, at = Values(), 0
+        for name in self._names:
+            was = before[name]
+            found[name] = data[at : at + was.nbytes].clone().view(was.dtype).view(was.shape).to(
+                was.device)
+            at += was.nbytes
+        return found
+
+
+def results(left: list[Values], rules: BufferRules, before: Values) -> Values:
+    """Return the next values of the buffers whose values the micro-batches have left."""
+    found = Values()
+    names = list(left[0]) if left else []
+    for name, rule in rules.of(names).items():
+        values = [one[name] for one in left]
+        if len(values) == 1 and not isinstance(rule, Gather) or rule == "last":
+            found[name] = values[-1]
+        elif rule == "sum":
+            found[name] = _sum(before[name], values)
+        elif isinstance(rule, Gather):
+            found[name] = _gathered(name, rule, before[name], values)
+    return found
+
+
+def _sum(before: torch.Tensor, values: list[torch.Tensor]) -> torch.Tensor:
+    """Add the changes in the order of the micro-batches. An element that one of them alone has
+    changed takes its value."""
+    total = before
+    for value in values:
+        added = value if total is before else (
+            total | value if total.dtype == torch.bool else total + (value - before))
+        total = torch.where(value == before, total, torch.where(total == before, value, added))
+    return total
+
+
+def _gathered(name: str, rule: Gather, before: torch.Tensor,
+              values: list[torch.Tensor]) -> torch.Tensor:
+    found: Any = rule.fn(before.clone(), values)
+    if not isinstance(found, torch.Tensor) or found.shape != before.shape:
+        kind = (f"a tensor of shape {tuple(found.shape)}" if isinstance(found, torch.Tensor)
+                else f"a {type(found).__name__}")
+        raise TypeError(f"the function of gather() for the buffer {name} returned {kind}. Return a "
+                        f"tensor of shape {tuple(before.shape)}.")
+    return found

@@ -1,0 +1,144 @@
+"""What the steps of one worker work on, built from a job: live state, gradients, reducer.
+
+job (what the user gave, checked) → here → loop, micro-batches, warm-up, apply; process that
+`hvd.init()` aborts → here → memory file (world/revive.py) → here → its successor, with the same pid
+
+What always holds: a value that no checkpoint could keep is a ConfigError before the first step.
+
+What it does not do: replace a checkpoint. The memory file is gone with the machine.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import torch
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.events.log import Events
+from elastic_trainer.reduce.exact import ExactReducer
+from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.reducer import Reducer
+from elastic_trainer.reduce.ring import RingReducer, Sending
+from elastic_trainer.state.forms import CannotKeep
+from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.names import named_parameters
+from elastic_trainer.training.job import Job, cut_of
+from elastic_trainer.training.precision import Scaling
+from elastic_trainer.training.settings import CONFIGURATION, settings_of
+from elastic_trainer.training.several_optimizers import members_of
+from elastic_trainer.world import revive
+from elastic_trainer.world.replicas import Replica
+
+
+def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
+    """Return the live state of a job. Raises ConfigError for what no checkpoint could keep."""
+    sending.require(reduce, has_scaler=job.scaler is not None and job.scaler.is_enabled())
+    numbers = job.schedule
+    identity = {"dataset_size": numbers.dataset_size, "global_batch": numbers.global_batch,
+                "microbatches": numbers.microbatches, "seed": numbers.seed, "reduce": reduce}
+    state = LiveState(job.model, job.optimizer, scaler=job.scaler, scheduler=job.scheduler,
+                      identity=identity | cut_of(numbers),
+                      optimizers=dict(zip(job.phases, members_of(job.optimizer), strict=True)))
+    state.extras, state.phases = job.state, len(job.phases)
+    if job.logs:
+        state.run_id = secrets.token_hex(8)  # that of rank 0 holds: the others receive its state
+    if job.best:
+        state.facts = job.best.facts
+    state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,
+                                 clip_norm=job.clip_norm, clip_value=job.clip_value,
+                                 **sending.settings, on_nan=job.on_nan, **job.buffers.settings,
+                                 precision=job.precision.name,
+                                 loader=job.readers.training.seeds_samples,
+                                 **(job.average.settings if job.average else {}),
+                                 **(job.best.settings if job.best else {}),
+                                 **({CONFIGURATION: dict(job.configuration)}
+                                    if job.configuration else {}))
+    if job.scaler:
+        # A scaler makes its scale at its first use. A worker without a micro-batch needs it too.
+        job.scaler.scale(torch.zeros((), device=job.device))
+    return state
+
+
+def reducer_of(reduce: str, flat: Flat, job: Job, sending: Sending, note: Callable[..., None]
+               ) -> Reducer:
+    """Return the reducer of this name. `note` gets the facts of what it sends in 16 bits."""
+    if reduce == "exact":
+        return ExactReducer(flat, job.schedule.microbatches)
+    return RingReducer(flat, job.schedule.microbatches, sending, note)
+
+
+class Work:
+    """What one worker works on."""
+
+    def __init__(self, job: Job, reduce: str, sending: Sending, events: Events):
+        self.job, self.reduce, self.events = job, reduce, events
+        self.state = state_of(job, reduce, sending)
+        self.built_settings = self.state.settings
+        """Those that the job was built with. A checkpoint brings others."""
+        self.replica = Replica(self.state)
+        self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device, job.buffers)
+        self.reducer = reducer_of(reduce, self.flat, job, sending, lambda **facts: events.emit(
+            "worker.gradients_compressed", step=self.state.committed, **facts))
+        self.scaling = Scaling(job.scaler, self.flat.gradients)
+        self._steps = 0
+        self.require_kept(begins=True)
+
+    # --- whether the state can be kept ------------------------------------------------------------
+
+    def note_step(self) -> None:
+        """Note that a step, or a phase of one, is finished. Raises ConfigError.
+
+        It looks whether the state can be kept after the first step of this process, because an
+        optimizer makes its values there, and after the steps 2, 4, 8, … A value may get another
+        type at any time. A checkpoint, and a planned change of the world, look too. The cost is
+        that of a header.
+        """
+        if self.state.phase == 0:
+            self._steps += 1
+            if self._steps & (self._steps - 1) == 0:
+                self.require_kept()
+
+    def require_kept(self, *, begins: bool = False) -> None:
+        """Raise ConfigError for values that cannot be kept. Copies nothing.
+
+        `begins`: before the first step, where the state learns the classes that it may hold.
+        """
+        state = self.state
+        try:
+            state.packed(learns=begins)
+        except CannotKeep as error:
+            when = "" if begins else f"after step {state.committed - 1} the state cannot be kept: "
+            raise ConfigError(
+                f"{when}{error}. Change the values in the state_dict of state and of lr, in "
+                f"get_extra_state of the modules, or in the optimizer's groups and state."
+                ) from error
+        if lacking := state.extra_state.lacking:
+            raise ConfigError(f"the modules of {lacking} have get_extra_state, but no "
+                              f"set_extra_state. Give them both.")
+
+    # --- left to a successor ----------------------------------------------------------------------
+
+    def leave(self, handed_over: int) -> int | None:
+        """Write the live state, and return the descriptor of its memory; None if it is half
+        changed. `handed_over`: the phases after which the user's code has run."""
+        gradients = ({str(kind).removeprefix("torch."): sums
+                      for kind, sums in self.flat.sums.items()}
+                     if self.state.is_prepared else {})
+        facts = {"trained": self.flat.trained, "handed_over": handed_over}
+        return revive.write_live_state(self.state, gradients, facts)
+
+    def take_up(self, memory: int | None) -> int | None:
+        """Go on with the live state that this process left; return its `handed_over`. None: there
+        is none."""
+        values = (revive.read_live_state(memory, self.state.classes) if memory is not None
+                  else None)
+        if values is None:
+            return None
+        self.state.take_up(values["state"], values["in_flight"])
+        if values["gradients"]:
+            self.reducer.lay_out(values["facts"]["trained"])
+        for name, tensor in values["gradients"].items():
+            self.flat.sums[getattr(torch, name)].copy_(tensor)
+        return int(values["facts"]["handed_over"])
