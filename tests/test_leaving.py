@@ -191,7 +191,7 @@ def test_what_the_worker_has_reported_is_not_reported_again(
     with pytest.raises(SystemExit) as left:
         train()
     assert left.value.code == EXIT_LEFT
-    trainer._leaving.settle()
+    trainer._exit.settle()
     assert not failed and not ears.facts("worker.loop_left") + ears.facts("worker.failed")
 
 
