@@ -1,6 +1,6 @@
 """Where objects are kept: what checkpoints need of a store, and a store in a local folder.
 
-checkpoint, commit_log → here (`open_store`) → a folder (this file) or S3 (s3.py)
+checkpoint, commit_log → here → a folder (this file) or S3 (s3.py); stores.py opens one by its URL
 
 What always holds:
 1. `put_if_absent` is atomic and durable: readers see nothing or all of the object, also after a
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Protocol
 
 from elastic_trainer.host.modes import make_folder, private
-from elastic_trainer.host.own import OursFirst
 
 TEMPORARIES = ".tmp"
 PUT_BYTES = 64 << 20
@@ -244,17 +243,3 @@ class FolderStore:
                         path.unlink()
         except OSError as error:
             raise self._failed("delete", error) from error
-
-
-def open_store(url: str) -> Store:
-    """Open `s3://bucket/prefix` or a folder. Raises StoreRefused for a URL that is neither."""
-    if url.startswith("s3://"):
-        # Here, because boto3 takes a third of a second, and a folder does not need it.
-        with OursFirst():
-            from elastic_trainer.state.s3 import S3Store
-
-        return S3Store(url)
-    if "://" in url:
-        raise StoreRefused(
-            f"{url} is neither a folder nor s3://bucket/prefix. Set --store to one of the two.")
-    return FolderStore(Path(url))

@@ -407,7 +407,7 @@ def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.Monke
         def prove(store: object) -> None:
             raise error
 
-        monkeypatch.setattr("elastic_trainer.state.store.open_store", lambda url: None)
+        monkeypatch.setattr("elastic_trainer.state.stores.open_store", lambda url: None)
         monkeypatch.setattr("elastic_trainer.state.store.prove_put_if_absent", prove)
 
     answer(StoreUnavailable("s3://bucket/run did not take it: SlowDown"))

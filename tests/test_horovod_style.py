@@ -26,7 +26,7 @@ from elastic_trainer.horovod_style.watch import mistake_of
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.layout import unpack
-from elastic_trainer.state.store import open_store
+from elastic_trainer.state.stores import open_store
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.transfer import Transfer
 

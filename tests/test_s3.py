@@ -32,12 +32,8 @@ from elastic_trainer.state import s3
 from elastic_trainer.state.checkpoint import PARTS, Plan
 from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
 from elastic_trainer.state.s3 import S3Store
-from elastic_trainer.state.store import (
-    StoreRefused,
-    StoreUnavailable,
-    open_store,
-    prove_put_if_absent,
-)
+from elastic_trainer.state.store import StoreRefused, StoreUnavailable, prove_put_if_absent
+from elastic_trainer.state.stores import open_store
 
 SERVERS = {"ceph": s3_servers.ceph, "ministack": s3_servers.ministack}
 

@@ -25,7 +25,8 @@ from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.publish import delete_unreferenced
 from elastic_trainer.state.received import check_kinds
 from elastic_trainer.state.restore import read_part
-from elastic_trainer.state.store import Store, StoreUnavailable, open_store
+from elastic_trainer.state.store import Store, StoreUnavailable
+from elastic_trainer.state.stores import open_store
 from elastic_trainer.wire.plain import plain
 
 AVERAGES = ("ema", "swa")

@@ -124,7 +124,8 @@ def compare_with_run(configuration: Configuration, allowed: list[str], run_dir: 
 def _stored(url: str) -> dict[str, Any] | None:
     """Return the configuration in the newest checkpoint; None: there is none that can be read."""
     from elastic_trainer.state.commit_log import CommitLog, Damaged
-    from elastic_trainer.state.store import StoreUnavailable, open_store
+    from elastic_trainer.state.store import StoreUnavailable
+    from elastic_trainer.state.stores import open_store
 
     if "://" not in url and not Path(url).is_dir():
         return None

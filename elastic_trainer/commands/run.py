@@ -121,12 +121,8 @@ def prove_store(store: str) -> None:
     """
     if "://" not in store:
         return  # the first worker proves a folder, in a millisecond
-    from elastic_trainer.state.store import (
-        StoreRefused,
-        StoreUnavailable,
-        open_store,
-        prove_put_if_absent,
-    )
+    from elastic_trainer.state.store import StoreRefused, StoreUnavailable, prove_put_if_absent
+    from elastic_trainer.state.stores import open_store
 
     try:
         prove_put_if_absent(open_store(store))

@@ -213,7 +213,8 @@ def probe_store(url: str) -> StoreFacts:
 
     Network: about eight requests.
     """
-    from elastic_trainer.state.store import StoreUnavailable, open_store, prove_put_if_absent
+    from elastic_trainer.state.store import StoreUnavailable, prove_put_if_absent
+    from elastic_trainer.state.stores import open_store
 
     try:
         store = open_store(url)

@@ -19,7 +19,8 @@ from elastic_trainer.host.modes import write_text
 from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.commit_log import CommitLog, Damaged
-from elastic_trainer.state.store import StoreUnavailable, open_store
+from elastic_trainer.state.store import StoreUnavailable
+from elastic_trainer.state.stores import open_store
 from elastic_trainer.training.configured import allowed_settings, compared, hold_given
 from elastic_trainer.training.proving import remarks_on_random
 from elastic_trainer.training.settings import (

@@ -33,7 +33,8 @@ from elastic_trainer.state.checkpoint import Peers, Plan
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import Fenced
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable, open_store
+from elastic_trainer.state.store import StoreRefused, StoreUnavailable
+from elastic_trainer.state.stores import open_store
 from elastic_trainer.state.upload import Share
 from elastic_trainer.training.timing import Timing, Told, no_checkpoint, tell_last, unsaved
 from elastic_trainer.world.collectives import PeersLost
