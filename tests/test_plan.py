@@ -40,7 +40,7 @@ from elastic_trainer.rehearse.costs import (
 from elastic_trainer.rehearse.entering import Draws, Entering
 from elastic_trainer.rehearse.model import Outcome, Policy, last_published_s, simulate, world_of
 from elastic_trainer.rehearse.outcome import larger, played_of
-from elastic_trainer.rehearse.plan import of_batch, run, short
+from elastic_trainer.rehearse.plan import of_batch, short
 from elastic_trainer.rehearse.pools import (
     Lives,
     Pool,
@@ -493,7 +493,7 @@ def test_the_interval_of_checkpoints_follows_the_losses_of_everybody() -> None:
 
 def test_a_month_of_a_thousand_hosts_is_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
     """All questions, as one JSON object."""
-    assert run(["--hosts", "1000", "--storm", "rate=6/h,bulk=0.4,zero=0.002,seed=7", "--seeds",
+    assert main(["--hosts", "1000", "--storm", "rate=6/h,bulk=0.4,zero=0.002,seed=7", "--seeds",
                 "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["seconds"] == 30 * 86_400 and found["hosts"] == 1000
@@ -522,7 +522,7 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
     trace."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUN))
     trace = str(DATA / "replays" / "zeros.csv")
-    assert run(["--trace", trace, "--costs", str(tmp_path), "--np", "4", "--price", "2", "--seeds",
+    assert main(["--trace", trace, "--costs", str(tmp_path), "--np", "4", "--price", "2", "--seeds",
                 "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"microbatch_s", "boot_s",
@@ -543,7 +543,7 @@ def test_removed_nodes_of_a_trace_have_the_notice_that_is_given(
         (1800, "add", "a"), (3600, "add", "b"))))
     goodput = []
     for seconds in ("120", "0"):
-        assert run(["--trace", str(trace), "--notice", seconds, "--checkpoint-every", "600s",
+        assert main(["--trace", str(trace), "--notice", seconds, "--checkpoint-every", "600s",
                     "--seeds", "2", "--json"]) == 0
         goodput.append(json.loads(capsys.readouterr().out)["forecast"]["goodput"][1])
     assert goodput[0] > goodput[1] + 0.03
