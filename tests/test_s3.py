@@ -299,7 +299,7 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
                                ["export", str(output)], ["export", in_bucket]):
         assert main(["checkpoints", action, url, *arguments]) == 0
         printed.append(capsys.readouterr().out)
-    assert " 4 " in printed[0] and " 5 " in printed[0]
+    assert [line.split()[0] for line in printed[0].splitlines()[1:]] == ["4", "5"]
     assert json.loads(printed[1])["step"] == 4
     assert printed[2].count("whole: step") == 2
     assert "deleted 1 parts" in printed[3] and rubbish not in open_store(url).list(PARTS)
