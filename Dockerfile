@@ -33,10 +33,11 @@ WORKDIR /opt/elastic-trainer
 COPY setup.cfg pyproject.toml LICENSE ./
 COPY deploy/constraints.txt deploy/constraints-nvidia.txt deploy/
 COPY deploy/hashes.py deploy/hashes.txt deploy/install.sh deploy/
+COPY elastic_trainer/host elastic_trainer/host
 COPY elastic_trainer/setup elastic_trainer/setup
 # The sources come last, so that a change in them needs no new install. Empty packages replace them
 # here.
-RUN for name in . commands driver evaluate events examples horovod_style host reduce schedule \
+RUN for name in . commands driver evaluate events examples horovod_style reduce schedule \
         training views wire world; do \
         mkdir -p "elastic_trainer/$name" && touch "elastic_trainer/$name/__init__.py"; done \
     && mkdir discovery state && touch discovery/__init__.py state/__init__.py \

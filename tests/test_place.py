@@ -138,7 +138,7 @@ def until(seen: Callable[[], Any]) -> None:
 def place(generation: int, rank: int = 0, size: int = 2, **news: Any) -> Words:
     seat = {"generation": generation, "rank": rank, "size": size, "local_rank": 0, "local_size": 1,
             "address": "127.0.0.1", "port": 4711}
-    return {"place": seat, "dead": [], "notice": False, **news}
+    return {"place": seat, "dead": [], "notice": "", **news}
 
 
 def placed_when_accepted(generation: int) -> Callable[[Words], Words]:
@@ -429,7 +429,7 @@ def test_a_change_is_wanted_when_the_driver_gives_notice(script: Script,
     driver = worker()
     training(script, driver)
     assert not driver.wants().change
-    script.say(place(1, notice=True))
+    script.say(place(1, notice="spot"))
     until(lambda: driver.wants().change)
     assert not driver.wants().stop
 

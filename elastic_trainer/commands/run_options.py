@@ -155,7 +155,7 @@ def require_known(others: list[str], parser: argparse.ArgumentParser, command: s
                           f"-- {shlex.join(others)}")
     raise ConfigError(
         f"{word} is no option of `{command}`{nearest(word, options_of(parser)) or '.'} Its --help "
-        f"lists all. An option of your script comes after --, behind the script's name.")
+        f"lists all. An option of your script comes after --, after the script's name.")
 
 
 def require_known_of_run(others: list[str], parser: argparse.ArgumentParser, command: str) -> None:
@@ -222,7 +222,7 @@ def _refuse_ignored(options: argparse.Namespace, is_demo: bool) -> None:
         if not is_demo and getattr(options, name) is not None:
             raise ConfigError(f"--{name} is {getattr(options, name)!r}, but it is an option of the "
                               f"demo, and a command is given. If it is your script's option, put "
-                              f"it behind the script's name.")
+                              f"it after the script's name.")
     given = _given(options, "host_discovery_script", "hosts", "hostfile")
     if given and options.workers is not None:
         raise ConfigError(f"--workers is {options.workers}, but it sets the number of local "
