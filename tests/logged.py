@@ -64,9 +64,12 @@ def of_wandb(folder: Path) -> Series:
     ids = set()
     files = sorted((folder / "wandb").glob("offline-run-*/*.wandb"))
     deadline = time.monotonic() + DEADLINE_S
-    while "exit" not in (kinds := _records_of(files[-1])):  # of a worker that has ended
+    before: list[str] = []
+    # Rows may follow the record of the end: the file is whole when it has both and grows no more.
+    while not {"exit", "history"} <= set(kinds := _records_of(files[-1])) or kinds != before:
         assert time.monotonic() < deadline, (files[-1], kinds)
-        time.sleep(0.01)
+        before = kinds
+        time.sleep(0.5)
     for file in files:
         for record in _parsed(file):
             if record.WhichOneof("record_type") == "run":

@@ -1042,7 +1042,7 @@ def test_an_upload_rests_no_more_when_a_worker_waits_for_another_world(
     rested = threading.Event()
     monkeypatch.setattr("elastic_trainer.state.upload.rest_s", lambda *_: rested.set() or 600.0)
     driver, uploaders = Wanting(), list[threading.Thread]()
-    driver.wants = False
+    driver.changes = False
 
     def after_step(step: int) -> None:
         if step == 2:  # the first checkpoint is on its way
@@ -1050,12 +1050,12 @@ def test_an_upload_rests_no_more_when_a_worker_waits_for_another_world(
             assert (share := checkpoints.upload.share) and not share.is_urgent.is_set()
             uploaders.extend(checkpoints.upload.threads)
             assert rested.wait(60)
-            driver.wants = True
+            driver.changes = True
         elif step == 4:
             for thread in uploaders:
                 thread.join(60)
             assert uploaders and not any(thread.is_alive() for thread in uploaders)
-            driver.wants = False
+            driver.changes = False
 
     plan = Plan(every=Cadence(steps=1), part_bytes=100)
     launch, events = Launch(run_dir=run_dir), Events(None, attempt=1)

@@ -215,7 +215,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_and_is_proved(name: str, tmp_pa
     """verify knows the positions; where they do not give the samples, it names the table."""
     alone = trained(built(), **options_of(name)).weights_sha256
     run_dir, ears = tmp_path / "run", Ears()
-    trained(built(), run_dir=run_dir, max_steps=2, **options_of(name))
+    trained(built(), run_dir=run_dir, until="2 steps", **options_of(name))
     end = trained(built(), run_dir=run_dir, listeners=[ears], **options_of(name))
     assert end.weights_sha256 == alone and ears.facts("state.checkpoint_restored")
     verdict = verify(run_dir)
@@ -226,7 +226,7 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_and_is_proved(name: str, tmp_pa
 
 def test_another_order_is_refused_when_a_run_is_resumed(run_dir: Path) -> None:
     """Also another table of the same kind: the samples that are left would be others."""
-    trained(model := built(), adamw(model), max_steps=2, order=Weighted(range(1, SIZE + 1)))
+    trained(model := built(), adamw(model), until="2 steps", order=Weighted(range(1, SIZE + 1)))
     for other in ("shuffled", "sequential", Weighted(range(SIZE))):
         with pytest.raises(LayoutError, match="order"):
             trained(again := built(), adamw(again), order=other)

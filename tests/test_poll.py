@@ -93,7 +93,7 @@ class Story:
 
     def stop_agent(self, number: int) -> None:
         self.servers[number].shutdown()
-        self.servers.pop(number).server_close()
+        self.servers.pop(number).close()
 
     def agent(self, number: int) -> Agent:
         return self.servers[number].agent

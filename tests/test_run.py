@@ -26,7 +26,7 @@ def test_the_kept_history_is_what_a_dict_holds(done: list[tuple[str, int, float]
             assert steps.drop(number) == dropped
             continue
         is_first = number not in twin
-        assert steps.add(line, is_repeated=what == "repeat") == is_first
+        assert steps.add(*line, is_repeated=what == "repeat") == is_first
         lines += is_first or what == "add"
         twin.setdefault(number, line)
         assert len(steps) == lines

@@ -30,7 +30,7 @@ from elastic_trainer.loggers.row import Row, Run, placed, require_package
 HEADER, PIECE, BLOCK = 7, 7, 1 << 15
 WHOLE, FIRST, LAST = 1, 2, 4
 WRITTEN_S, WRITTEN_POLL_S = 20.0, 0.05
-"""How long the end of a run waits for W&B's own process, which has this thread's low priority."""
+"""How long the end of a run waits for W&B's own process."""
 
 
 class WandB:
@@ -100,8 +100,7 @@ class WandB:
             waiting = Retrying(retry=retry_if_result(lambda is_whole: not is_whole),
                                wait=wait_fixed(WRITTEN_POLL_S), stop=stop_after_delay(WRITTEN_S),
                                retry_error_callback=lambda _: False)  # W&B's exit hook waits, too
-            waiting(lambda: file.exists() and any(
-                record.HasField("exit") for record in _records_of(file)))
+            waiting(lambda: file.exists() and _is_whole(file, self._sent))
 
 
 def last_step(folder: Path, run_id: str) -> int:
@@ -109,6 +108,13 @@ def last_step(folder: Path, run_id: str) -> int:
     files = folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
     return max((record.history.step.num for file in files for record in _records_of(file)
                 if record.HasField("history")), default=-1)
+
+
+def _is_whole(file: Path, sent: int) -> bool:
+    """True if a file has the record of its run's end, and the last row sent, in any order."""
+    records = list(_records_of(file))
+    rows = [record.history.step.num for record in records if record.HasField("history")]
+    return any(record.HasField("exit") for record in records) and max(rows, default=-1) >= sent
 
 
 def _records_of(file: Path) -> Iterator[Any]:

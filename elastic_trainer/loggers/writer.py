@@ -124,7 +124,6 @@ class Writer:
     # --- the logger's thread ----------------------------------------------------------------------
 
     def _work(self) -> None:
-        yield_processor()
         if self._after:
             self._after.thread.join()
         goes_on = True
@@ -132,6 +131,8 @@ class Writer:
             while not self._guard(self._open):
                 if self._ends.wait(OPEN_AGAIN_S):
                     return
+            # Not before: W&B's process would inherit it, and not start in time on a busy machine.
+            yield_processor()
             goes_on = self._take_rows()
             self._guard(self._flush)
             self._guard(self.logger.close)
