@@ -157,7 +157,7 @@ class MessageServer(Gate):
         """The authenticated connections by address, the one that was silent the longest first."""
         self._lock = threading.Lock()
         super().__init__(bind, 0, self._begin, refused, request_s=FIRST_MESSAGE_S,
-                         most_body=MAX_FIRST_BYTES, most=lambda: SPARE + expected())
+                         most_body=MAX_FIRST_BYTES, most=lambda: SPARE + self.expected())
 
     def _begin(self, connection: socket.socket, address: str, request: Request,
                rest: bytes) -> None:
