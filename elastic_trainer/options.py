@@ -165,7 +165,8 @@ class Common(TypedDict, total=False):
     """The fewest samples of a micro-batch of a short batch: fewer micro-batches then have any.
     None: 2 for a model with BatchNorm, which cannot compute a variance of one sample, else 1."""
     checkpoint_every: Annotated[int | str | None, Option(
-        "auto", takes='a number of steps (50), 0 (none but the last), seconds ("30s"), "auto", "0.5%"',
+        "auto",
+        takes='a number of steps (50), 0 (none but the last), seconds ("30s"), "auto", "0.5%"',
         change="harmless", needs_store=True)]
     """The interval of checkpoints: a number of steps (50), of seconds ("30s"), or "auto": as often
     as it pays, for at most 1 % of the time ("0.5%": for at most that). 0 and None: none but the
