@@ -13,6 +13,7 @@ import safetensors
 import test_loop
 import torch
 from test_loop import INPUT, Odd, built, in_a_world, job, mse, trained
+from test_same_bits import Scaled
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
@@ -20,28 +21,6 @@ from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
-class Scaled(torch.nn.Module):
-    """Rounds as FP8 does: by a scale that follows the largest values of the last passes, and no
-    buffer holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.history = torch.zeros(4)
-        self.passes = 0
-
-    def get_extra_state(self) -> Any:
-        return {"history": self.history, "passes": self.passes, "kind": ("amax", None)}
-
-    def set_extra_state(self, state: Any) -> None:
-        assert state["kind"] == ("amax", None)
-        self.history, self.passes = state["history"], state["passes"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scale = 1.0 + self.history.max() * (1 + 0.01 * self.passes)
-        self.passes += 1
-        self.history = self.history.roll(1)
-        self.history[0] = x.detach().abs().max()
-        return x + (torch.round(x * 16 / scale) * scale / 16 - x).detach()
 
 
 def scaled(seed: int = 0) -> torch.nn.Sequential:
