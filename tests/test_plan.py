@@ -493,8 +493,8 @@ def test_the_interval_of_checkpoints_follows_the_losses_of_everybody() -> None:
 
 def test_a_month_of_a_thousand_hosts_is_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
     """All questions, as one JSON object."""
-    assert main(["--hosts", "1000", "--storm", "rate=6/h,bulk=0.4,zero=0.002,seed=7", "--seeds",
-                "2", "--json"]) == 0
+    assert main(["plan", "--hosts", "1000", "--storm", "rate=6/h,bulk=0.4,zero=0.002,seed=7",
+                 "--seeds", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["seconds"] == 30 * 86_400 and found["hosts"] == 1000
     assert found["forecast"]["changes"] > 3000 and 0.9 < found["forecast"]["goodput"][1] < 1.0
@@ -522,8 +522,8 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
     trace."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUN))
     trace = str(DATA / "replays" / "zeros.csv")
-    assert main(["--trace", trace, "--costs", str(tmp_path), "--np", "4", "--price", "2", "--seeds",
-                "2", "--json"]) == 0
+    assert main(["plan", "--trace", trace, "--costs", str(tmp_path), "--np", "4", "--price", "2",
+                 "--seeds", "2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"microbatch_s", "boot_s",
             "batch"} <= set(found["measured"]) and found["microbatches"] == 2
@@ -543,8 +543,8 @@ def test_removed_nodes_of_a_trace_have_the_notice_that_is_given(
         (1800, "add", "a"), (3600, "add", "b"))))
     goodput = []
     for seconds in ("120", "0"):
-        assert main(["--trace", str(trace), "--notice", seconds, "--checkpoint-every", "600s",
-                    "--seeds", "2", "--json"]) == 0
+        assert main(["plan", "--trace", str(trace), "--notice", seconds, "--checkpoint-every",
+                     "600s", "--seeds", "2", "--json"]) == 0
         goodput.append(json.loads(capsys.readouterr().out)["forecast"]["goodput"][1])
     assert goodput[0] > goodput[1] + 0.03
 
