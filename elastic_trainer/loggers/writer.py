@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 from elastic_trainer.events.schema import parse
 from elastic_trainer.events.segments import Reader
-from elastic_trainer.host.priority import yield_processor
+from elastic_trainer.host.priority import LESS, yield_processor
 from elastic_trainer.loggers.row import (
     Logger,
     Row,
@@ -132,7 +132,9 @@ class Writer:
                 if self._ends.wait(OPEN_AGAIN_S):
                     return
             # Not before: W&B's process would inherit it, and not start in time on a busy machine.
-            yield_processor()
+            # And not the least: on a host with six busy threads a core, the end of the run came
+            # before a row was sent.
+            yield_processor(LESS)
             goes_on = self._take_rows()
             self._guard(self._flush)
             self._guard(self.logger.close)
