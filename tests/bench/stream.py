@@ -4,7 +4,7 @@ takes.
     .venv/bin/python tests/bench/stream.py [--samples 20000] [--bytes 10000] [--rounds 2]
 
 The same samples (random bytes and a class) lie in one S3 server, Ceph's radosgw with objects in
-memory: as tar archives, and as MDS micro-batches of the same size for streaming. Each arm is a
+memory: as tar archives, and as MDS shards of the same size for streaming. Each arm is a
 process that reads 3 epochs in batches of 64 with 2 loader processes, from an empty cache that holds
 the dataset, and shuffles. The arms take turns. The peers run in a virtual environment that this
 bench makes: mosaicml-streaming as installed from the package index, and of the packages that it
@@ -152,7 +152,7 @@ def peers_python(home: Path) -> str:
 
 
 def write(folder: Path, endpoint: str, samples: int, size: int, peer: str) -> None:
-    """Write the samples into the server, as archives and as MDS micro-batches, and build our
+    """Write the samples into the server, as archives and as MDS shards, and build our
     index."""
     client, urls = s3_servers.client(endpoint), []
     for archive in range(samples // PER_ARCHIVE):
