@@ -13,7 +13,7 @@ from pathlib import Path
 
 from elastic_trainer.discovery.client import read_key
 from elastic_trainer.discovery.hosts import Policy
-from elastic_trainer.discovery.place import PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import PlaceUnavailable
 from elastic_trainer.discovery.places.ec2_metadata import ENDPOINT, Metadata
 from elastic_trainer.wire.plain import plain_text
 

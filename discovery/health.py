@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from elastic_trainer.discovery.place import Machine, PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import Machine, PlaceUnavailable
 from elastic_trainer.host import processes, standbys
 from elastic_trainer.wire.gate import NO_DESCRIPTOR
 

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_trainer.discovery.place import Instance
+from elastic_trainer.discovery.place_protocol import Instance
 
 
 @dataclass(frozen=True)

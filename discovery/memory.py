@@ -17,7 +17,7 @@ from typing import NoReturn
 from pydantic import TypeAdapter
 
 from elastic_trainer.discovery.hosts import History
-from elastic_trainer.discovery.place import Instance, Reported
+from elastic_trainer.discovery.place_protocol import Instance, Reported
 
 
 @dataclass(frozen=True)

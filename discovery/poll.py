@@ -12,7 +12,8 @@ What always holds:
    the file within two seconds, also while the cloud hangs.
 4. A poller that is killed at any moment has written down what it knows (memory.py) before the list
    that follows from it.
-5. The event log and the table show that AWS refuses machines, until machines come (place.py).
+5. The event log and the table show that AWS refuses machines, until machines come
+   (place_protocol.py).
    An unknown state of that delays nothing else.
 6. A full disk or an event log that cannot be written does not end the poller: it prints that on
    stderr and tries again at its next turn.
@@ -47,7 +48,7 @@ from elastic_trainer.discovery.hosts import (
     decide,
 )
 from elastic_trainer.discovery.memory import Memory, recall, write_down
-from elastic_trainer.discovery.place import (
+from elastic_trainer.discovery.place_protocol import (
     Instance,
     Place,
     PlaceUnavailable,

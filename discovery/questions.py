@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from elastic_trainer.discovery.client import AgentUnreachable, ask
 from elastic_trainer.discovery.hosts import MOST_DOUBLINGS, Health
-from elastic_trainer.discovery.place import Instance, PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable
 
 MOST_BACK_OFF_S = 60.0
 GIVE_UP_S = 60.0

@@ -2,11 +2,11 @@
 
 keywords of train(), Trainer and fit() → here → training/job.py, worker.py
 [training] of run.toml, --set → here (names, types, ranges) → the script, which gives them on
---override → here → over what the script gives
+--override → here → the values that replace those of the script
 
 What always holds:
-1. Signatures, checks, errors, the section `training` of a file, docs/reference.md, and what a run
-   that goes on may change follow from these declarations. A new option needs one line and its
+1. These declarations give the signatures, checks and errors, the section `training` of a file,
+   docs/reference.md, and what a resumed run may change. A new option needs one line and its
    sentence.
 2. An option that is a number, a text or a boolean may be given in Python, in a file, and by --set
    and --override. An object is built in the script.

@@ -2,15 +2,15 @@
 
 step in flight → here (begun → prepared → committed) → next step; newcomer ← here; checkpoint ← here
 
-names.py (parameters), forward.py (buffers, modes, extra state), module_attributes.py,
-optimizer_values.py and optimizer_values.py keep the parts. received.py checks what was received.
+names.py (parameters), forward.py (buffers, modes, extra state), module_attributes.py and
+optimizer_values.py keep the parts. received.py checks what was received.
 
 What always holds:
 1. Nothing that outlives a step changes before `apply`; in `apply` everything changes together.
 2. `prepared == committed + 1` only while this worker holds the reduced gradient of step `committed`
    and knows that all workers do: the vote has started, and may not have ended.
-3. A survivor never receives state. Only a worker without (`has_state` is False) does, all of it or
-   nothing.
+3. A survivor never receives state. Only a worker without state (`has_state` is False) does: all of
+   it, or nothing.
 4. No copy per step, and no pickle: `TorchState.save` of Horovod deep-copies, `sync` steps a fresh
    optimizer and leaves a newcomer with other weights than it sent, `restore` aliases (F6, F7, F8;
    horovod/torch/elastic/state.py, 0.28.1).

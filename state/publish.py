@@ -4,14 +4,15 @@ all workers' parts (checkpoints.py, collect) → here, in a thread → commit lo
 
 What always holds:
 1. A checkpoint exists when its record is in the commit log. The record is put there after all of
-   the checkpoint's parts are durable. The publisher has listed those parts itself: the folder of
-   another worker may be a disk of its own.
-2. A publisher takes the log over within its lineage before its first record. If it finds a record
-   of another attempt at its number, it is fenced, and the run ends on this worker. If it finds one
-   of another publisher of the same attempt, this checkpoint has failed and the next one takes over.
+   the checkpoint's parts are durable. The publisher has listed those parts itself: another worker's
+   folder may lie on another disk.
+2. A publisher takes the log over within its lineage (attempts that go on from each other) before
+   its first record. If it finds a record of another attempt at its number, it is fenced, and the
+   run ends on this worker. If it finds one of another publisher of the same attempt, this
+   checkpoint has failed, and the next checkpoint takes the log over.
 3. Within a lineage steps grow, and lineages grow. So after publishing (lineage L, step s) a worker
-   may delete each part that is named at or before (L, s) and that no kept record names: no later
-   record can need it. That also holds for a process that was paused meanwhile
+   may delete each part whose name has (L, s) or an earlier pair, and that no kept record lists: no
+   later record can need it. That also holds for a process that was paused meanwhile
    (tests/test_commit_log.py).
 4. A part of an older checkpoint is named again only if a kept record names it.
 5. A record that cannot be read now stays kept, and nothing is deleted then. A record that is

@@ -6,11 +6,11 @@ What always holds:
 1. All workers restore the same checkpoint, or raise the same error. Each part is read from the
    store once and verified by the worker that reads it.
 2. The restore passes over a checkpoint only if it is damaged, never because the store did not
-   answer. All workers pass over the same one, and the log keeps it no longer.
+   answer. All workers pass over the same one, and it is dropped from the log.
 3. It never starts afresh if a checkpoint exists that cannot be used, or if a damaged record may
    have named one: it raises LayoutError on all workers.
 4. Nothing of the state changes before all bytes are verified, on all workers.
-5. It needs memory for the values, and for a few parts.
+5. It needs memory for the state, and for a few parts at a time.
 """
 
 from __future__ import annotations

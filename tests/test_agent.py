@@ -32,7 +32,7 @@ from elastic_trainer.discovery.client import AgentUnreachable, ask, read_key
 from elastic_trainer.discovery.commands import user_of_workers
 from elastic_trainer.discovery.health import HURRY_S, Agent, gpu_count, illness, workers
 from elastic_trainer.discovery.hosts import Policy
-from elastic_trainer.discovery.place import Instance, PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable
 from elastic_trainer.discovery.places.ec2_metadata import Metadata
 from elastic_trainer.discovery.poll import Poller
 from elastic_trainer.driver import standby_shim as shim

@@ -23,7 +23,7 @@ from moto_server import moto_server
 from s3_servers import Unavailable
 
 from elastic_trainer.discovery.hosts import History, Policy, decide
-from elastic_trainer.discovery.place import PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import PlaceUnavailable
 from elastic_trainer.discovery.places.ec2 import Ec2
 from elastic_trainer.discovery.poll import once
 

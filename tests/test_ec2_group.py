@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from cloud import AWS
 
-from elastic_trainer.discovery.place import PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import PlaceUnavailable
 from elastic_trainer.discovery.places.ec2_group import (
     LOST_S,
     USELESS_CALLS,

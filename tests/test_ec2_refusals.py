@@ -22,7 +22,7 @@ from rich.console import Console
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.discovery.hosts import Policy
-from elastic_trainer.discovery.place import (
+from elastic_trainer.discovery.place_protocol import (
     AGAIN_S,
     PlaceUnavailable,
     Refusal,

@@ -24,7 +24,7 @@ from elastic_trainer.discovery.client import AgentUnreachable, ask
 from elastic_trainer.discovery.health import Agent
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.memory import recall
-from elastic_trainer.discovery.place import Instance, PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable
 from elastic_trainer.discovery.poll import Poller
 
 KEY = b"k" * 32

@@ -10,7 +10,7 @@ from test_gradients import everywhere, job_of
 from test_loop import built, mse, trained
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.reduce.gradients import ParametersWritten
+from elastic_trainer.reduce.gradient_sums import ParametersWritten
 
 Model = torch.nn.Module
 

@@ -1,1 +1,4 @@
-"""The places in which machines are rented, one of them for each NAME.py: EC2."""
+"""The places in which machines are rented. EC2: ec2.py and ec2_*.py.
+
+To add a place, see discovery/place_protocol.py.
+"""

@@ -23,7 +23,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
-from elastic_trainer.discovery.place import Instance, PlaceUnavailable, Refusal, Supply
+from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable, Refusal, Supply
 from elastic_trainer.discovery.places.ec2_group import Group
 from elastic_trainer.discovery.places.ec2_refusals import Activity, Shortage, refusal_of
 

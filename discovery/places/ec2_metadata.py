@@ -14,7 +14,7 @@ import json
 import time
 from urllib.parse import urlsplit
 
-from elastic_trainer.discovery.place import Notice, PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import Notice, PlaceUnavailable
 
 ENDPOINT = "http://169.254.169.254"
 TOKEN_S = 21600

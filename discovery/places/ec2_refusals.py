@@ -27,7 +27,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from elastic_trainer.discovery.place import Refusal
+from elastic_trainer.discovery.place_protocol import Refusal
 
 RECENT_S = 3600.0
 """A failure from before may be another day's; the group tries again every few minutes."""

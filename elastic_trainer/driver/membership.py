@@ -5,15 +5,15 @@ generation, end the attempt
 
 What always holds:
 1. A worker is offered a place only after it has reported that it stands ready. No member waits for
-   a worker that boots (F1: a newcomer that crashes or hangs at import is in no round).
+   a worker that boots: a newcomer that crashes or hangs at import is never offered one (F1).
 2. A generation is formed only when every member of the one before is gone or waiting, and every
    member of the new one has accepted the offer. No worker enters `hvd.init()` while another one is
    known to be missing.
 3. A worker counts as gone from its eviction on (ends.py).
 4. A generation after the first has a member that holds the live state. If no worker holds it, the
    attempt is over, and the next one starts from the checkpoint.
-5. All members of a generation reach each other. Of two workers that both reach the driver but not
-   each other one is evicted: they would break every generation that they share.
+5. All members of a generation reach each other. If two workers reach the driver, but not each
+   other, one of them is evicted: they would break every generation that they share.
 6. A worker whose host left the list is not in the next generation. While fewer than `min_workers`
    may work, the others wait, alive, with their state.
 
@@ -23,7 +23,7 @@ may join) · rounds (offers).
 It replaces `ElasticDriver._activate_workers`, `WorkerStateRegistry` and `HostManager.blacklist`
 (horovod/runner/elastic/{driver,registration,discovery}.py, 0.28.1). Their barrier can neither time
 out nor survive a death while it waits (F3), and their ban has no end. Here a host whose worker died
-gets a new worker after a back-off, which costs the others nothing since (1).
+gets a new worker after a back-off. By (1) this costs the others nothing.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ What always holds:
    declares the account of the time before an event (`closes`).
 2. A step that was done twice counts once.
 3. The clock never goes back: an event with an earlier time counts as of the latest time before.
-4. A sum costs the same for a log of any length. `closed` costs a few numbers for each host that is
-   there, and for a host that has gone a place in a dict's copy.
+4. A sum costs the same for a log of any length. `closed` copies a few numbers for each host that is
+   there, and one entry of a dict for each host that has gone.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class Crews:
         return self.hosts.setdefault(name, Host())
 
     def name_of(self, worker: str) -> str:
-        """Return the host of a worker. Its name begins with its host (place.py)."""
+        """Return the host of a worker. Its name begins with its host
+        (driver/roster.py)."""
         return self._host_of.get(worker) or worker.partition("/")[0]
 
     def take_machine(self, event: Event) -> None:

@@ -7,7 +7,7 @@ What always holds:
 2. The copy never shares memory with live tensors, in either direction (F8).
 3. No gradient is in a commit. A commit between `backward` and `step` raises.
 
-What it does not do: decide when all workers have committed (horovod_votes.py).
+What it does not do: decide when all workers have committed (votes.py).
 """
 
 from __future__ import annotations

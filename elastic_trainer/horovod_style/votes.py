@@ -21,8 +21,8 @@ from horovod.runner.elastic.worker import HostUpdateResult
 
 from elastic_trainer.events import summary as report
 from elastic_trainer.horovod_style.commit import CommitState
-from elastic_trainer.training.apply import weights_sha256
 from elastic_trainer.training.checkpointing import Checkpointing
+from elastic_trainer.training.commit_step import weights_sha256
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations
 from elastic_trainer.world.place import RunOver

@@ -57,8 +57,8 @@ _PHASES = (("training/microbatches.py", "_open", "load"),
            ("training/microbatches.py", "_backward", "backward"),
            ("training/microbatches.py", "reduce", "reduce"),
            ("training/loop.py", "_reduce", "reduce"),
-           ("training/loop.py", "_vote", "vote"), ("training/apply.py", "_update", "apply"),
-           ("training/apply.py", "apply", "behind"),
+           ("training/loop.py", "_vote", "vote"), ("training/commit_step.py", "_update", "apply"),
+           ("training/commit_step.py", "apply", "behind"),
            ("evaluate/evaluation.py", "found", "evaluate"),
            ("training/checkpointing.py", "obey", "upload"))
 """The functions of ours in which a phase passes."""

@@ -64,7 +64,7 @@ class ExactReducer(Reducer):
             sums = self._spare.pop() if self._spare else self.flat.new_sums()
         for tensor in sums.values():
             tensor.zero_()
-        self.flat.bind(sums)
+        self.flat.add_into(sums)
         self._leaf_open = True
 
     def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
@@ -137,7 +137,7 @@ class ExactReducer(Reducer):
             for dtype, length in self.flat.layout.lengths.items():
                 result[dtype][:length].copy_(wholes[dtype][:length])
         self._stack = []
-        self.flat.bind(result)
+        self.flat.add_into(result)
         self._leaf_open = True
 
     def _wholes(self, world: Collectives) -> dict[torch.dtype, torch.Tensor]:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.reduce.buffers import BufferRules, Statistics
-from elastic_trainer.reduce.gradients import Gradients
+from elastic_trainer.reduce.gradient_sums import Gradients
 
 FRACTION_BITS = 64
 LIMB_BITS, LIMBS = 8, 16
@@ -265,10 +265,10 @@ class Flat:
                                  strict=True)]
         return sums
 
-    def bind(self, sums: Sums) -> None:
+    def add_into(self, sums: Sums) -> None:
         """Make autograd add into these buffers from now on."""
         self.sums = sums
-        self.gradients.bind(sums.gradients)
+        self.gradients.add_into(sums.gradients)
 
     def _front(self, start: int, stop: int) -> torch.Tensor:
         return self.sums[torch.float32][start:stop]

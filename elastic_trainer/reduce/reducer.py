@@ -1,11 +1,11 @@
 """Gradients of all micro-batches become one: what a reducer is, and what it needs of the world.
 
     loss      training/microbatches.py: one batch at a time in the user's hands, step.backward(loss)
-    flat      gradients.py, flat.py: autograd adds into flat buffers, with counts in front;
+    flat      gradient_sums.py, flat.py: autograd adds into flat buffers, with counts in front;
               buffers.py: the loss, and what a step does to the model's buffers
     reduce    exact.py (the same bits for every world size), ring.py (a float allreduce)
     vote      training/loop.py: all workers hold the sums, or none applies them
-    apply     training/apply.py: weights, optimizer, buffers and cursor, together
+    apply     training/commit_step.py: weights, optimizer, buffers and cursor, together
 
 What always holds:
 1. The gradients of a step are summed in place, in the buffers that autograd adds them to.

@@ -196,7 +196,7 @@ class RingReducer(Reducer):
     def _plan(self) -> None:
         """Cut the buffers as they are now, and ask autograd for a call at each complete
         gradient."""
-        self.flat.bind(self.flat.sums)
+        self.flat.add_into(self.flat.sums)
         self.buckets = self._cut()
         self._bucket_of = {number: place for place, bucket in enumerate(self.buckets)
                            for number in bucket.members}
@@ -241,7 +241,7 @@ class RingReducer(Reducer):
     def _begin(self, world: Collectives, mine: range) -> None:
         for tensor in self.flat.sums.values():
             tensor.zero_()
-        self.flat.bind(self.flat.sums)
+        self.flat.add_into(self.flat.sums)
         self._world, self._started = None, {}
         if self._narrow:
             self._narrow.begin(world.rank)

@@ -6,13 +6,13 @@ step.stop(reason), keep_best(patience=…) → here → the vote (loop.py) → a
 
 What always holds:
 1. A step, or a phase, that this worker has applied is handed over exactly once. Then the next step
-   begins. A worker that joins enters its inner loop, so what is copied has what the user's code
-   does before that loop (model.train(), for example).
+   begins. A worker that joins receives the state as it is when the inner loop of that next step is
+   entered. So it has what the user's code does before that loop (model.train(), for example).
 2. While the user's code runs, what it changes is half changed. Then nothing is copied.
 3. The clock runs from a worker's first step on: in micro-batches, vote and apply, in the user's
    code, and while the world changes. It does not run between two attempts. A ballot carries it
    (rank 0's), so a worker that joins has the time of the last vote.
-4. A gradient that it clips is an error: the step is applied already.
+4. If the user's code clips a gradient after the step, it is an error: the step is applied already.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Averages of the weights over the steps: exponential (EMA) and stochastic (SWA).
 
-options → Average ← each applied step (apply.py); checkpoint, newcomer ⇄ the state, as an extra;
+options → Average ← each applied step (commit_step.py)
+checkpoint, newcomer ⇄ the state, as an extra
 trainer.averaged() → the model with the averaged weights, for a while
 
 What always holds:

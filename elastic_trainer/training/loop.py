@@ -33,8 +33,8 @@ from elastic_trainer.schedule.schedule import owner_of
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.training.account import Account, is_finished
 from elastic_trainer.training.after_step import AfterStep, StopRequest
-from elastic_trainer.training.apply import StepEnd, weights_sha256
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
+from elastic_trainer.training.commit_step import StepEnd, weights_sha256
 from elastic_trainer.training.differing import GoingBack, refuse_differing_modules
 from elastic_trainer.training.failures import fault_of_machine
 from elastic_trainer.training.job import Job, Result, describe

@@ -1,15 +1,19 @@
 """The micro-batches of a step that this worker runs: forward and backward into the flat buffers.
 
-schedule (which samples) → here → the user's code (one batch at a time) → here → flat buffers →
-reducer
+A gradient's way, in the order of the files:
+1. loss: the user's code computes the loss of one batch at a time (here).
+2. flat: autograd adds the micro-batch's gradient into flat buffers (reduce/gradient_sums.py).
+3. reduce: the sums of all workers are added (reduce/exact.py, reduce/ring.py).
+4. vote: every worker holds the reduced gradient, or none uses it (world/vote.py, loop.py).
+5. apply: weights, optimizer, buffers and position change together (commit_step.py).
 
 What always holds:
-1. Each micro-batch starts with the buffers, modes and extra state of the step's begin, and with its
-   own random seed.
+1. Each micro-batch starts with the buffers, modes and extra state with which the step began, and
+   with its own random seed.
 2. An exception of the user's code is kept for the vote: all workers stop at the same point. One
    that the machine has caused is raised at once: the others do the step again without this worker.
 3. If the user's code writes to `.grad`, this worker runs its micro-batches again, each with
-   gradients of its own. Nothing of them had left this worker.
+   gradients of its own. No sum has left this worker before.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from elastic_trainer.data.loader import keys_after
 from elastic_trainer.data.seeds import seed_of
 from elastic_trainer.reduce.buffers import BufferValues
 from elastic_trainer.reduce.flat import SetsDiffer
-from elastic_trainer.reduce.gradients import CLIP, GradientsWritten
+from elastic_trainer.reduce.gradient_sums import CLIP, GradientsWritten
 from elastic_trainer.reduce.reducer import TracedWorld
 from elastic_trainer.state.names import named_buffers
 from elastic_trainer.state.supported import BUFFERS_STAY, moved_buffers, some

@@ -20,7 +20,7 @@ from horovod.common.exceptions import HorovodInternalError
 from elastic_trainer.data.batches import add_note
 from elastic_trainer.evaluate.sums import Found
 from elastic_trainer.reduce.flat import COUNT, Tally, pair_of, require_count
-from elastic_trainer.reduce.gradients import GradientsWritten
+from elastic_trainer.reduce.gradient_sums import GradientsWritten
 from elastic_trainer.world.collectives import PeersLost
 
 OF_THE_LOOP = (HorovodInternalError, PeersLost, GradientsWritten)

@@ -36,7 +36,7 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.seeds import random_numbers_put_back
-from elastic_trainer.reduce.gradients import GradientsWritten
+from elastic_trainer.reduce.gradient_sums import GradientsWritten
 from elastic_trainer.schedule.schedule import Schedule, fact_of, remedy_for
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.names import named_buffers
@@ -180,7 +180,7 @@ class WarmUp:
         self.flat.gradients.adopt(trained)
         for tensor in self.flat.sums.values():
             tensor.zero_()
-        self.flat.bind(self.flat.sums)
+        self.flat.add_into(self.flat.sums)
         program, results = probe_program(job.device), {one.result for one in tried}
         arithmetic = Arithmetic(program, again.inputs, results.pop() if len(results) == 1 else 0,
                                 probe_facts(job.device), is_exact,
@@ -288,7 +288,7 @@ class WarmUp:
         losses: list[torch.Tensor] = []
         flat.microbatches_run = 0
         try:
-            flat.bind(flat.sums)
+            flat.add_into(flat.sums)
             for tensor in flat.sums.values():  # no version counts a `.grad.data.zero_()`
                 tensor.fill_(1.0)
             flat.gradients.open()

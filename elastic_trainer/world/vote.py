@@ -3,8 +3,8 @@
 one Ballot a worker → 22 integers → their sums over all workers → the same Outcome everywhere
 
 What always holds:
-1. If a vote passes on any member, the gradients of all members were reduced, so each member can
-   apply the step itself.
+1. If a vote passes on one member, all members hold the reduced gradient. So each can apply the step
+   itself.
 2. Only this module encodes a ballot (`Ballot.encode`) and decodes it (`Outcome.decode`).
 3. All workers decode the same sums, so all have the same outcome. The vote is one allreduce. Only
    the rank of a worker whose code has raised takes a second collective.

@@ -37,7 +37,7 @@ from ports import free_port  # noqa: E402
 from s3_servers import process  # noqa: E402
 
 from elastic_trainer.discovery.hosts import Policy  # noqa: E402
-from elastic_trainer.discovery.place import Instance  # noqa: E402
+from elastic_trainer.discovery.place_protocol import Instance  # noqa: E402
 from elastic_trainer.discovery.places.ec2 import Ec2  # noqa: E402
 from elastic_trainer.discovery.poll import Poller  # noqa: E402
 

@@ -35,7 +35,7 @@ from ports import free_port  # noqa: E402
 from s3_servers import process  # noqa: E402
 
 from elastic_trainer.discovery.hosts import Policy  # noqa: E402
-from elastic_trainer.discovery.place import Instance  # noqa: E402
+from elastic_trainer.discovery.place_protocol import Instance  # noqa: E402
 from elastic_trainer.discovery.poll import Poller  # noqa: E402
 from elastic_trainer.views.verify import verify  # noqa: E402
 

@@ -3,23 +3,23 @@
 flat buffers → here → the user's forward and backward pass → here → flat buffers → … → optimizer
 
 What always holds:
-1. `.grad` of every trained parameter is a view of a flat buffer: autograd adds into it in place,
-   so nothing is copied before the network. The gradient of a 16-bit parameter is summed in 32 bits
-   and copied.
+1. `.grad` of every trained parameter is a view of a flat buffer: autograd adds into it in place, so
+   nothing is copied before the network. The gradient of a 16-bit parameter is summed in 32 bits and
+   copied.
 2. The gradient of a micro-batch is what plain PyTorch leaves in `.grad` for that micro-batch alone.
    If the user's code writes to `.grad` (`zero_grad()`, a backward pass of its own, a hook), the
    views cannot hold it. Then `isolates` is set: each micro-batch starts with `.grad = None`, and
-   what it leaves is added to the sums. Both ways give the same bits, so workers need not agree on
-   one. A sparse gradient is isolated, too: autograd would add each of its rows to the sum of the
-   micro-batch before.
+   what it leaves is added to the sums. Both ways give the same bits, so one worker may isolate and
+   another not. A sparse gradient is isolated, too: autograd would add each of its rows to the sum
+   of the micro-batch before.
 3. Between a micro-batch's backward pass and its end nothing may write to `.grad`: it would change a
    part of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). After a step the
    gradient is applied, so clipping it there has no effect. Both raise.
 4. The optimizer gets None for a parameter that no micro-batch has used, as in plain PyTorch.
 
-A write to `.grad` is seen by the version of its view (`.data` has a version of its own), which
-every operation in place increments. One backward pass adds once to a gradient; more additions come
-from a hook, or from reentrant checkpointing.
+Each operation in place increments the version of a view. So the version of its view tells that
+`.grad` was written (`.data` has a version of its own). One backward pass adds once to a gradient;
+more additions come from a hook, or from reentrant checkpointing.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Gradients:
             for parameter in self.everyone:
                 parameter.grad = None
 
-    def bind(self, views: list[torch.Tensor]) -> None:
+    def add_into(self, views: list[torch.Tensor]) -> None:
         """Make autograd add into these views from now on."""
         self._views = views
         if not self.isolates:

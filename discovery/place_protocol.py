@@ -11,12 +11,13 @@ A host's way to a worker, in the order of the files:
 
 What always holds:
 1. An answer is complete, or PlaceUnavailable is raised: unknown is never empty.
-2. A host's name belongs to one incarnation. A place that gives a name again makes it unique.
+2. A name belongs to one machine, from its start to its end. A place that gives a name again makes
+   it unique.
 3. The start and the end of a refusal are one event each, not one per poll. A refusal that returns
    is logged again after AGAIN_S at the earliest. It ends when machines come or none is missing.
 
-A new place has a class for `Place`, one for `Machine` where its hosts learn by themselves that they
-will be taken, and a command (commands.py).
+To add a place: write places/NAME.py with a class for `Place`. Add a class for `Machine` if a host
+can learn by itself that it will be taken. Add a command to commands.py.
 """
 
 from __future__ import annotations

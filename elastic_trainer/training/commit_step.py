@@ -1,4 +1,4 @@
-"""The end of a step: its loss is judged, and everything that outlives the step changes together.
+"""The commit of a step: its loss is judged, and everything that outlives it changes together.
 
 reduced gradients and statistics (flat buffers) → here → weights, optimizer, buffers, scaler, rates:
 a finished step
