@@ -8,11 +8,11 @@
 
 checkpoints.py holds these together; store.py and s3.py keep the objects. What always holds:
 1. A checkpoint exists when its record is in the commit log. The record is put there after all of
-   the checkpoint's parts are durable (publish.py).
+   the checkpoint's parts are durable.
 2. Parts are cut from the payload every `part_bytes`, for every size of the world. Worker r of n
-   owns parts r, r+n, … (upload.py).
+   owns parts r, r+n, …, so all workers together hold each part once.
 3. The name of a part holds its lineage, its step and the SHA-256 of its bytes. So no other bytes
-   ever get the same name (upload.py).
+   ever get the same name.
 4. Nothing in a record is used before it was checked: number, lengths and names of the parts. Such
    a name never leads out of the folder of parts.
 """
@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,11 @@ from elastic_trainer.state.store import PUT_BYTES, is_name
 PART_BYTES = 16 << 20
 CONNECTIONS = 4
 """How many parts one worker reads at once, and sends at once at most."""
+UPLOAD_S = 900.0
+"""A share, or a record, has failed when nothing of it was stored for this time: the file system of
+a folder can hang without an error."""
+STALLED_S = 5.0
+"""When a person is told that nothing moves."""
 PARTS = "parts"
 PART_NAME = re.compile(
     rf"{PARTS}/([0-9]{{12,18}})-([0-9]{{12,18}})/[0-9]{{6,12}}-[0-9a-f]{{64}}\.bin")
@@ -94,6 +100,51 @@ class Part:
     name: str
     bytes: int
     sha256: str
+
+
+@dataclass
+class Share:
+    """One worker's parts of a checkpoint: copied, and on their way to the store."""
+
+    step: int
+    started: float
+    """When the copy began (time.monotonic)."""
+    moved: float
+    """When one of its parts was uploaded last, or begun after a rest."""
+    lineage: int = 0
+    header: bytes = b""
+    total_bytes: int = 0
+    """The payload of all workers together."""
+    count: int = 0
+    """The parts of all workers together."""
+    pieces: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Part number → its bytes, in the memory that is used again."""
+    pause_s: float = 0.0
+    """How long the copy took."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the record says of the state that was copied."""
+    planned_s: float = 0.0
+    """In how many seconds it is to be up. An uploader rests only while it is ahead of that."""
+    parts: int = 0
+    """How many parts it has."""
+    done: list[Part] = field(default_factory=list)
+    """Those that are in the store."""
+    error: str = ""
+    is_dropped: bool = False
+    is_stall_emitted: bool = False
+    may_go: threading.Event = field(default_factory=threading.Event)
+    is_urgent: threading.Event = field(default_factory=threading.Event)
+    """A worker waits for it, so its uploaders do not rest."""
+    all_parts: list[Part] = field(default_factory=list)
+    """Those of all workers, when all of them are in the store and only the record is not."""
+
+    def left(self) -> int:
+        """Return the number of parts that are not in the store yet."""
+        return self.parts - len(self.done)
+
+    def is_up(self) -> bool:
+        """Return whether all of its parts are in the store."""
+        return not self.left()
 
 
 def folder_of(lineage: int, step: int) -> str:
@@ -180,12 +231,6 @@ def kept_of(log: CommitLog, sequence: int) -> Kept | None:
         return Kept(frozenset(part.name for part in parts_of(record)), is_best(record))
     except (Damaged, FileNotFoundError):
         return None
-
-
-def names_of(log: CommitLog, sequence: int) -> frozenset[str] | None:
-    """Return the names of a checkpoint's parts; None when its record is damaged or gone."""
-    kept = kept_of(log, sequence)
-    return kept.names if kept else None
 
 
 def is_best(record: Record) -> bool:

@@ -22,14 +22,14 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
-from elastic_trainer.state.checkpoint import Emit, Part, Peers, Plan
+from elastic_trainer.state.checkpoint import UPLOAD_S, Emit, Part, Peers, Plan, Share
 from elastic_trainer.state.commit_log import Damaged
 from elastic_trainer.state.layout import differing, tensors_digest
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.publish import Draft, Known, Publisher
+from elastic_trainer.state.publish import Known, Publisher
 from elastic_trainer.state.restore import Restore, asked_again, withdraw
 from elastic_trainer.state.store import Store, StoreUnavailable
-from elastic_trainer.state.upload import UPLOAD_S, Share, SnapshotMemory, Upload
+from elastic_trainer.state.upload import SnapshotMemory, Upload
 
 PLANNED = 0.75
 """An upload that rests is planned for this share of the time between two checkpoints."""
@@ -104,7 +104,7 @@ class Checkpoints:
             # All parts are of rank 0. No part has the number with which the others begin.
             rank, size = (0, 1) if rank == 0 else (sys.maxsize, sys.maxsize)
         now = time.monotonic()
-        share = Share(state.committed, started=now, moved=now)
+        share = Share(state.committed, started=now, moved=now, lineage=state.lineage)
         before, self.begun_at, self.upload.share = self.begun_at, now, share
         if before and self.known.parts_step == self.known.newest_step:
             share.planned_s = PLANNED * (now - before)  # the next one is due as much later
@@ -121,7 +121,7 @@ class Checkpoints:
             self.memory.copy(packed, share, rank, size)
             share.facts, share.moved = state.facts(), time.monotonic()
             share.pause_s = share.moved - share.started
-            self.upload.begin(share, state.lineage, self.known.reusable())
+            self.upload.begin(share, self.known.reusable())
         except Exception as error:  # no memory, no thread
             share.error = f"{type(error).__name__}: {error}"
 
@@ -137,7 +137,7 @@ class Checkpoints:
         return json.dumps({"tensors": tensors_digest(share.header),
                            "parts": [asdict(part) for part in share.done]})
 
-    def collect(self, texts: Iterable[str], lineage: int, *, publish: bool) -> None:
+    def collect(self, texts: Iterable[str], *, publish: bool) -> None:
         """Take the parts of all workers, by rank; with `publish` (rank 0) publish them."""
         assert self.upload.share
         given = [json.loads(text) for text in texts]
@@ -155,7 +155,8 @@ class Checkpoints:
         if not publish:
             self.known.succeed()
             return
-        self.publisher.begin(Draft(share, lineage, parts))
+        share.all_parts = parts
+        self.publisher.begin(share)
 
     def drop(self, why: str = "") -> None:
         """Forget the checkpoint in flight. Emitted as a failure, unless there is a reason `why`."""
@@ -191,7 +192,7 @@ class Checkpoints:
         self.wait()
         self.tick()
         if self.progress()[0]:
-            self.collect([self.parts_up()], state.lineage, publish=True)
+            self.collect([self.parts_up()], publish=True)
             self.wait()
         else:
             self.drop()
@@ -206,7 +207,7 @@ class Checkpoints:
         if has_failed:
             self.drop()
         elif is_up:
-            self.collect([self.parts_up()], state.lineage, publish=True)
+            self.collect([self.parts_up()], publish=True)
         elif is_idle and self.known.newest_step < state.committed:
             self.begin(state, 0, 1, is_alone=True)
         self.upload.hurry()

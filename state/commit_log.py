@@ -292,7 +292,7 @@ class CommitLog:
         if mine.sequence > FURTHEST:
             raise Damaged(
                 f"{self.store.where} has a record {mine.sequence - 1}, which no worker can have "
-                f"written, and no number is left behind it. Delete {_name(mine.sequence - 1)}")
+                f"written, and no number is left after it. Delete {_name(mine.sequence - 1)}")
         data = mine.to_bytes()
         if len(data) > PUT_BYTES:  # no worker could read it
             raise StoreRefused(f"record {mine.sequence} has {len(data)} bytes, and one may have "

@@ -280,17 +280,17 @@ def require_sound(values: Mapping[str, Any], source: str) -> None:
                     f"in each checkpoint, so give secrets as variables of the environment.")
         if isinstance(value, Mapping):
             continue
-        if odd := _odd(value):
-            raise ConfigError(f"{source} has {key} = {value}, which is {odd}. Use a text, a "
+        if wrong := _wrong(value):
+            raise ConfigError(f"{source} has {key} = {value}, which is {wrong}. Use a text, a "
                               f"finite number, true, false, or a list of them.")
 
 
-def _odd(value: Any) -> str:
+def _wrong(value: Any) -> str:
     """Return what is wrong with a value; "" if it can be stored as JSON."""
     if isinstance(value, list):
-        return next(filter(None, map(_odd, value)), "")
+        return next(filter(None, map(_wrong, value)), "")
     if isinstance(value, dict):
-        return next(filter(None, map(_odd, value.values())), "")
+        return next(filter(None, map(_wrong, value.values())), "")
     if isinstance(value, float) and not math.isfinite(value):
         return "not finite"
     return "" if isinstance(value, (str, bool, int, float)) else f"a {type(value).__name__}"

@@ -16,6 +16,7 @@ import base64
 import copy
 import enum
 import math
+import operator
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -361,3 +362,32 @@ def mapped(value: Any, change: Callable[[Any, Any], Any], key: Any = None) -> An
         made = [mapped(one, change, key) for one in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return change(value, key)
+
+
+def as_built(mine: Any, theirs: Any) -> Any:
+    """Return a received value with its tensors on the devices that they have here.
+
+    Nothing of `mine` is changed. Version 0.1 kept a Counter (MultiStepLR's milestones) as a dict,
+    and a named tuple as a tuple: these get the types that they have here. A part that needs no
+    change stays the same object.
+    """
+    if isinstance(mine, torch.Tensor):
+        return theirs.to(mine.device) if isinstance(theirs, torch.Tensor) else theirs
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        found = {key: as_built(mine.get(key), value) for key, value in theirs.items()}
+        source = mine if type(theirs) is dict else theirs
+        if type(source) is type(theirs) and all(found[key] is theirs[key] for key in theirs):
+            return theirs
+        whole = copy.copy(source)
+        whole.clear()
+        whole.update(found)
+        return whole
+    if not isinstance(mine, (list, tuple)) or not isinstance(theirs, (list, tuple)):
+        return theirs
+    if len(mine) != len(theirs):
+        return theirs
+    parts = [as_built(*pair) for pair in zip(mine, theirs, strict=True)]
+    kind = type(mine) if isinstance(mine, type(theirs)) else type(theirs)
+    if kind is type(theirs) and all(map(operator.is_, parts, theirs)):
+        return theirs
+    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)

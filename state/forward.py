@@ -34,10 +34,9 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_trainer.state.forms import mapped
+from elastic_trainer.state.forms import as_built, mapped
 from elastic_trainer.state.layout import pack
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
-from elastic_trainer.state.optimizer_values import as_built
 
 SUFFIX = "_extra_state"
 
@@ -95,20 +94,16 @@ class ModelBuffers:
         """What is not in it: buffers that are not persistent."""
 
     def begin(self) -> None:
-        """Keep the buffers of the step's begin."""
         if self.named:
             self.before = {name: b.detach().clone() for name, b in self.named.items()}
 
     def forget(self) -> None:
-        """Forget the step in flight."""
         self.before, self.left = {}, []
 
     def in_flight(self) -> list[Any]:
-        """Return what a successor of this process needs of the step in flight."""
         return [self.before, self.left]
 
     def take_up(self, in_flight: list[Any]) -> None:
-        """Go on with a step in flight."""
         self.before, self.left = in_flight
         self.reset()
 
@@ -121,7 +116,6 @@ class ModelBuffers:
         return replaced
 
     def reset(self) -> None:
-        """Put the buffers of the step's begin back."""
         self._put_back_replaced()
         for name, before in self.before.items():
             if self.named[name].shape != before.shape:
@@ -144,7 +138,6 @@ class ModelBuffers:
         setattr(self._model.get_submodule(owner), leaf, buffer)
 
     def load(self, values: dict[str, torch.Tensor]) -> None:
-        """Take over values."""
         with torch.no_grad():
             for name, tensor in values.items():
                 self.named[name].copy_(tensor)
@@ -178,20 +171,16 @@ class Modes:
         return [module.training for module in self._last]
 
     def begin(self) -> None:
-        """Keep the modes of the step's begin."""
         self._before, self.after = self._now(), []
 
     def reset(self) -> None:
-        """Put the modes of the step's begin back."""
         if self._before:
             self._set(self._before)
 
     def forget(self) -> None:
-        """Forget the step's begin."""
         self._before = []
 
     def end(self) -> None:
-        """Note that the step is finished."""
         self._ended, self._before = self._now(), []
 
     @contextmanager
@@ -242,15 +231,12 @@ class Modes:
                       if not is_training)
 
     def load(self, evaluating: list[str]) -> None:
-        """Take over modes."""
         self._set([name not in evaluating for name in self._modules])
 
     def in_flight(self) -> list[Any]:
-        """Return what a successor of this process needs of the step in flight."""
         return [self.evaluating_before(), self.after]
 
     def take_up(self, in_flight: list[Any]) -> None:
-        """Go on with a step in flight."""
         evaluating, self.after = in_flight
         self._before = [name not in evaluating for name in self._modules]
         self.reset()
@@ -261,11 +247,9 @@ class ExtraState:
 
     def __init__(self, model: torch.nn.Module):
         bare = torch.nn.Module
-        self.modules = {
-            plain(f"{name}.{SUFFIX}".removeprefix(".")): module
-            for name, module in model.named_modules()
-            if type(module).get_extra_state is not bare.get_extra_state
-        }
+        self.modules = {plain(f"{name}.{SUFFIX}".removeprefix(".")): module
+                        for name, module in model.named_modules()
+                        if type(module).get_extra_state is not bare.get_extra_state}
         self.lacking = [name for name, module in self.modules.items()
                         if type(module).set_extra_state is bare.set_extra_state]
         """The modules without set_extra_state: their values could not be put back."""
@@ -285,12 +269,10 @@ class ExtraState:
     # --- a step's life ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Keep the values of the step's begin."""
         if self.modules:
             self._before, self.after = _copied(self.values()), None
 
     def reset(self) -> None:
-        """Put the values of the step's begin back."""
         if self._before is not None:
             self.load(self._before)
 
@@ -308,15 +290,12 @@ class ExtraState:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the step in flight."""
         self._before = self.after = None
 
     def in_flight(self) -> list[Any]:
-        """Return what a successor of this process needs of the step in flight."""
         return [self._before, self.after]
 
     def take_up(self, in_flight: list[Any]) -> None:
-        """Go on with a step in flight."""
         self._before, self.after = in_flight
         self.reset()
 

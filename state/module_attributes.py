@@ -110,7 +110,6 @@ class ModuleAttributes:
     # --- a step's life ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Keep the attributes of the step's begin."""
         self._is_in_flight, self.after = True, {}
         if not (changed := self._places.changed()):
             return
@@ -139,7 +138,6 @@ class ModuleAttributes:
                 for name, value in place.moved()}
 
     def reset(self) -> None:
-        """Put the attributes of the step's begin back, if a step is in flight."""
         for place in self._places.changed() if self._is_in_flight else ():
             place.reset()
 
@@ -149,7 +147,6 @@ class ModuleAttributes:
         self._write(self.after)
 
     def forget(self) -> None:
-        """Forget the step in flight."""
         self._is_in_flight, self.after = False, {}
 
     def checksum(self) -> int:
@@ -193,11 +190,9 @@ class ModuleAttributes:
         self._places, self._checksum, self.after = self._all_places(), None, {}
 
     def in_flight(self) -> list[dict[str, Any]]:
-        """Return what a successor of this process needs of the step in flight."""
         return [self.changed_before(), self.after]
 
     def take_up(self, in_flight: Sequence[dict[str, Any]]) -> None:
-        """Go on with a step in flight."""
         before, after = in_flight
         self.load(before)
         self._is_in_flight, self.after = True, dict(after)
@@ -394,7 +389,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def _room(value: Any, room: int, depth: int) -> int:
-    """Return how much of the room for values is left behind a container; -1: it is too large, too
+    """Return how much of the room for values is left after a container; -1: it is too large, too
     deep, or holds another kind of value."""
     if is_scalar(value):
         return room - 1
@@ -421,22 +416,16 @@ def is_size(value: Any) -> bool:
 def is_same(one: Any, other: Any) -> bool:
     """Return whether two plain values are equal. A NaN equals itself, and 1 equals 1.0, as in a
     quick look (`_Places`)."""
-    if isinstance(one, (tuple, list)):
-        return (type(one) is type(other) and len(one) == len(other)
-                and all(map(is_same, one, other)))
-    if isinstance(one, dict):
-        return (type(one) is type(other) and one.keys() == other.keys()
-                and all(is_same(one[key], other[key]) for key in one))
-    return bool(one == other or (one != one and other != other))
+    return bool(_number(one) == _number(other))
 
 
 def _number(value: Any) -> Any:
     """Return a plain value with one form for equal numbers."""
     if isinstance(value, (tuple, list)):
-        return [_number(one) for one in value]
+        return type(value)(map(_number, value))
     if isinstance(value, dict):
         return {key: _number(one) for key, one in value.items()}
     value = value.item() if isinstance(value, numpy.generic) else value
     if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
         return int(value)
-    return value
+    return value if value == value else {"nan"}

@@ -7,9 +7,7 @@ A node of the tree is a number, a text, a bool or None as it is, or a list that 
 of the node. What always holds:
 1. One object that stands in two places is one object again, and a tensor that is a view of another
    one is a view again. Parameters, modules and what the state keeps anyway (`kept`) go by name.
-2. `Filling.build` changes nothing. `Filling.finish` puts the values into the objects that are
-   there: tensors, containers, generators of random numbers and objects stay the same objects.
-3. An object of a class that is not Python's, torch's or numpy's own container is never made, only
+2. An object of a class that is not Python's, torch's or numpy's own container is never made, only
    filled: there must be one of its class in the same place.
 
 What it does not do: decide which attributes are kept (attributes.py).

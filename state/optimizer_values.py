@@ -20,9 +20,7 @@ What always holds:
 
 from __future__ import annotations
 
-import copy
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +28,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from elastic_trainer.state.attributes import Attributes, Kept
-from elastic_trainer.state.forms import mapped
+from elastic_trainer.state.forms import as_built, mapped
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
 from elastic_trainer.state.object_filling import Filling, own
@@ -147,35 +145,6 @@ class Rates:
 def kind_of(scheduler: LRScheduler) -> str:
     """Return the class of a scheduler. One that is made of several names the classes of all."""
     return str(getattr(scheduler, "kind", type(scheduler).__name__))
-
-
-def as_built(mine: Any, theirs: Any) -> Any:
-    """Return a received value with its tensors on the devices that they have here.
-
-    Nothing of `mine` is changed. Version 0.1 kept a Counter (MultiStepLR's milestones) as a dict,
-    and a named tuple as a tuple: these get the types that they have here. A part that needs no
-    change stays the same object.
-    """
-    if isinstance(mine, torch.Tensor):
-        return theirs.to(mine.device) if isinstance(theirs, torch.Tensor) else theirs
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        found = {key: as_built(mine.get(key), value) for key, value in theirs.items()}
-        source = mine if type(theirs) is dict else theirs
-        if type(source) is type(theirs) and all(found[key] is theirs[key] for key in theirs):
-            return theirs
-        whole = copy.copy(source)
-        whole.clear()
-        whole.update(found)
-        return whole
-    if not isinstance(mine, (list, tuple)) or not isinstance(theirs, (list, tuple)):
-        return theirs
-    if len(mine) != len(theirs):
-        return theirs
-    parts = [as_built(*pair) for pair in zip(mine, theirs, strict=True)]
-    kind = type(mine) if isinstance(mine, type(theirs)) else type(theirs)
-    if kind is type(theirs) and all(map(operator.is_, parts, theirs)):
-        return theirs
-    return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
 
 
 def taken_in_place(mine: Any, theirs: Any) -> Any:
@@ -308,15 +277,13 @@ class OptimizerValues:
         groups, kept = self._optimizer.param_groups, self._optimizer.state
         attributes = self.attributes.values()
         added = self._own_values() if self.attributes.flaws and self._owns_dict() else {}
-        return {
-            **({"attributes": attributes} if attributes else {}),
-            **({"own": added} if added else {}),
-            "state": {names[id(p)]: kept[p] for g in groups for p in g["params"] if p in kept},
-            "groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
-            "members": self._members(names),
-            "shared": {key: value for key, value in kept.items()
-                       if not isinstance(key, torch.Tensor)},
-        }
+        return {**({"attributes": attributes} if attributes else {}),
+                **({"own": added} if added else {}),
+                "state": {names[id(p)]: kept[p] for g in groups for p in g["params"] if p in kept},
+                "groups": [{k: v for k, v in g.items() if k != "params"} for g in groups],
+                "members": self._members(names),
+                "shared": {key: value for key, value in kept.items()
+                           if not isinstance(key, torch.Tensor)}}
 
     def _own_values(self) -> dict[str, Node]:
         """Return what the optimizers' own state_dicts have beside torch's."""

@@ -3,9 +3,8 @@
 all workers' parts (checkpoints.py, collect) → here, in a thread → commit log, store
 
 What always holds:
-1. A checkpoint exists when its record is in the commit log. The record is put there after all of
-   the checkpoint's parts are durable. The publisher has listed those parts itself: another worker's
-   folder may lie on another disk.
+1. Before it puts a record, the publisher has listed the checkpoint's parts itself: another
+   worker's folder may lie on another disk.
 2. A publisher takes the log over within its lineage (attempts that go on from each other) before
    its first record. If it finds a record of another attempt at its number, it is fenced, and the
    run ends on this worker. If it finds one of another publisher of the same attempt, this
@@ -34,10 +33,13 @@ from elastic_trainer.host.priority import yield_processor
 from elastic_trainer.state.cadence import retained
 from elastic_trainer.state.checkpoint import (
     PARTS,
+    STALLED_S,
+    UPLOAD_S,
     Emit,
     Kept,
     Part,
     Plan,
+    Share,
     age_of,
     folder_of,
     is_best,
@@ -45,22 +47,6 @@ from elastic_trainer.state.checkpoint import (
 )
 from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
 from elastic_trainer.state.store import Store, StoreUnavailable
-from elastic_trainer.state.upload import STALLED_S, UPLOAD_S, Share
-
-
-@dataclass(frozen=True)
-class Draft:
-    """A checkpoint whose parts are all in the store, and whose record is not."""
-
-    share: Share
-    lineage: int
-    parts: list[Part]
-    """Those of all workers."""
-
-    @property
-    def step(self) -> int:
-        """The step of the checkpoint."""
-        return self.share.step
 
 
 @dataclass
@@ -145,16 +131,16 @@ class Publisher:
 
     # --- the loop's thread ----------------------------------------------------------------------
 
-    def begin(self, draft: Draft) -> None:
+    def begin(self, share: Share) -> None:
         """Publish a checkpoint beside the training."""
-        self._step, self._since = draft.step, time.monotonic()
+        self._step, self._since = share.step, time.monotonic()
         try:
-            self.thread = threading.Thread(target=self.publish, args=(draft,), name="publisher",
+            self.thread = threading.Thread(target=self.publish, args=(share,), name="publisher",
                                            daemon=True)
             self.thread.start()
         except Exception as error:  # no thread: the training goes on
             self.thread = None
-            self._fail(draft.step, f"{type(error).__name__}: {error}")
+            self._fail(share.step, f"{type(error).__name__}: {error}")
 
     def tick(self) -> None:
         """Give up a thread that hangs. To be called before each vote."""
@@ -176,101 +162,101 @@ class Publisher:
 
     # --- beside the training --------------------------------------------------------------------
 
-    def publish(self, draft: Draft) -> None:
+    def publish(self, share: Share) -> None:
         """Publish a checkpoint, and delete what no kept one needs. Never raises."""
         yield_processor()
         log = self.log  # while this thread hangs another publisher may begin, with its own log
         try:
-            record = self._append(log, draft)
-            self._tidy_up(log, record, draft.step)
+            record = self._append(log, share)
+            self._tidy_up(log, record, share.step)
         except Fenced as fenced:
-            self._take_fence(fenced, draft)
+            self._take_fence(fenced, share)
         except Exception as error:  # the training goes on; an old newest one raises an alarm
-            self._fail(draft.step, f"{type(error).__name__}: {error}")
+            self._fail(share.step, f"{type(error).__name__}: {error}")
 
     def _fail(self, step: int, why: str) -> None:
         self.known.fail(why)
         self.emit("state.checkpoint_failed", step=step, error=why)
 
-    def _append(self, log: CommitLog, draft: Draft) -> Record:
+    def _append(self, log: CommitLog, share: Share) -> Record:
         """Put the record; returns the newest one. Raises Fenced, StoreUnavailable."""
-        if log.last is None or log.last.lineage != draft.lineage:
-            log.take_over(draft.lineage)  # network: three requests, by each new publisher
-        if log.last and log.last.step < draft.step:  # else its parts may be those of another worker
-            self.see_parts(draft)
-        record = log.append(lambda last: self.next_record(last, draft))
+        if log.last is None or log.last.lineage != share.lineage:
+            log.take_over(share.lineage)  # network: three requests, by each new publisher
+        if log.last and log.last.step < share.step:  # else its parts may be those of another worker
+            self.see_parts(share)
+        record = log.append(lambda last: self.next_record(last, share))
         known = self.known
         known.newest_step = max(known.newest_step, record.step)
         known.published_at = time.monotonic()
         known.succeed()
         self.kept = {sequence: kept for sequence, kept in self.kept.items()
                      if sequence in record.kept}
-        if record.kind == "checkpoint" and record.step == draft.step:  # else it was there before
-            own = (draft.lineage, draft.step)
-            new = [part.bytes for part in draft.parts if age_of(part.name) == own]
-            self.emit("state.checkpoint_published", step=draft.step, bytes=draft.share.total_bytes,
-                      record=record.sequence, lineage=draft.lineage, parts=len(draft.parts),
-                      pause_s=round(draft.share.pause_s, 5), uploaded_bytes=sum(new),
-                      duration_s=round(time.monotonic() - draft.share.started, 4))
+        if record.kind == "checkpoint" and record.step == share.step:  # else it was there before
+            own = (share.lineage, share.step)
+            new = [part.bytes for part in share.all_parts if age_of(part.name) == own]
+            self.emit("state.checkpoint_published", step=share.step, bytes=share.total_bytes,
+                      record=record.sequence, lineage=share.lineage, parts=len(share.all_parts),
+                      pause_s=round(share.pause_s, 5), uploaded_bytes=sum(new),
+                      duration_s=round(time.monotonic() - share.started, 4))
         return record
 
     def _tidy_up(self, log: CommitLog, record: Record, step: int) -> None:
         try:
-            delete_unreferenced(self.store, record, self._names_of)
+            delete_unreferenced(self.store, record, self._kept_of)
             log.compact(record)
         except (StoreUnavailable, FileNotFoundError) as error:  # the checkpoint stands
             self.emit("state.rubbish_kept", step=step, error=str(error))
 
-    def _take_fence(self, fenced: Fenced, draft: Draft) -> None:
-        if fenced.found.lineage != draft.lineage:
-            self.emit("state.fenced", step=draft.step, error=str(fenced))
+    def _take_fence(self, fenced: Fenced, share: Share) -> None:
+        if fenced.found.lineage != share.lineage:
+            self.emit("state.fenced", step=share.step, error=str(fenced))
             self.known.fenced = fenced
             return
         self.known.newest_step = max(self.known.newest_step, fenced.found.step)
-        if fenced.found.step < draft.step:  # by a worker that had lost its way to the driver and us
+        if fenced.found.step < share.step:  # by a worker that had lost its way to the driver and us
             self.known.fail("")
-        self.emit("state.publisher_replaced", step=draft.step, record=fenced.found.sequence)
+        self.emit("state.publisher_replaced", step=share.step, record=fenced.found.sequence)
 
-    def see_parts(self, draft: Draft) -> None:
+    def see_parts(self, share: Share) -> None:
         """Raise StoreUnavailable unless the parts of the other workers are in this store."""
-        folder = folder_of(draft.lineage, draft.step)
-        new = {part.name for part in draft.parts if part.name.startswith(folder + "/")}
+        folder = folder_of(share.lineage, share.step)
+        new = {part.name for part in share.all_parts if part.name.startswith(folder + "/")}
         lacking = new - set(self.store.list(folder)) if new else new
         if lacking:
             raise StoreUnavailable(
                 f"{self.store.where} lacks {len(lacking)} parts that other workers have written. "
                 f"Give all hosts the same store: S3, or a folder on a disk that they share")
 
-    def next_record(self, last: Record, draft: Draft) -> Record | None:
+    def next_record(self, last: Record, share: Share) -> Record | None:
         """Return the record that follows `last`; None if this step or a later one is published."""
-        if last.step >= draft.step:
+        if last.step >= share.step:
             return None
         # The restore has passed over a kept checkpoint of a later step: nothing follows from it.
         known = {sequence: found for sequence, step in last.kept.items()
-                 if step < draft.step and (found := self._known_of(sequence)) is not None}
+                 if step < share.step and (found := self._known_of(sequence)) is not None}
         before = {sequence: last.kept[sequence] for sequence in known}
-        own = (last.lineage, draft.step)
-        reused = {part.name for part in draft.parts if age_of(part.name) != own}
+        own = (last.lineage, share.step)
+        reused = {part.name for part in share.all_parts if age_of(part.name) != own}
         if not reused <= frozenset().union(*(found.names for found in known.values())):
             raise StoreUnavailable("a part of an older checkpoint that this one names is not kept "
                                    "any more")
-        steps = retained([*before.values(), draft.step], self.plan.keep_last, self.plan.keep_every,
+        steps = retained([*before.values(), share.step], self.plan.keep_last, self.plan.keep_every,
                          self.plan.compared_after)
-        mine = replace(last, kind="checkpoint", step=draft.step, body=self._body(draft))
+        mine = replace(last, kind="checkpoint", step=share.step, body=self._body(share))
         steps |= {before[sequence] for sequence, found in known.items() if not found.is_read}
         if not is_best(mine):  # the best one stays until a better one is published
             steps.add(max((before[sequence] for sequence, found in known.items() if found.is_best),
-                          default=draft.step))
+                          default=share.step))
         kept = {sequence: step for sequence, step in before.items() if step in steps}
-        return replace(mine, kept=kept | {last.sequence + 1: draft.step})
+        return replace(mine, kept=kept | {last.sequence + 1: share.step})
 
-    def _body(self, draft: Draft) -> dict[str, Any]:
+    def _body(self, share: Share) -> dict[str, Any]:
         part_bytes = self.plan.part_bytes
-        entries = [asdict(part) | {"start": part.index * part_bytes} for part in draft.parts]
-        return {"header": draft.share.header.decode(),
-                "header_sha256": hashlib.sha256(draft.share.header).hexdigest(),
-                "bytes": draft.share.total_bytes, "part_bytes": part_bytes, "parts": entries,
-                "time": time.time(), **self.facts, **draft.share.facts}
+        entries = [asdict(part) | {"start": part.index * part_bytes} for part in share.all_parts]
+        return {"header": share.header.decode(),
+                "header_sha256": hashlib.sha256(share.header).hexdigest(),
+                "bytes": share.total_bytes, "part_bytes": part_bytes, "parts": entries,
+                "time": time.time(), **self.facts, **share.facts}
 
     def _known_of(self, sequence: int) -> Kept | None:
         """Return what `_kept_of` does; no names for a record that cannot be read now.
@@ -281,9 +267,6 @@ class Publisher:
             return self._kept_of(sequence)
         except StoreUnavailable:
             return Kept(is_read=False)
-
-    def _names_of(self, sequence: int) -> frozenset[str] | None:
-        return kept.names if (kept := self._kept_of(sequence)) else None
 
     def _kept_of(self, sequence: int) -> Kept | None:
         """Return what is known of a checkpoint; None when its record is damaged.
@@ -299,15 +282,16 @@ class Publisher:
 
 
 def delete_unreferenced(store: Store, newest: Record,
-                        names: Callable[[int], frozenset[str] | None]) -> list[str]:
+                        find: Callable[[int], Kept | None]) -> list[str]:
     """Delete the parts that no kept checkpoint names and no later one can; returns their names.
 
     `newest` is the last record that the caller has published, or the tail of the log.
     """
-    known = [names(sequence) for sequence in newest.kept]
-    if any(found is None for found in known):
-        return []  # a kept record is damaged: the next checkpoint keeps it no longer
-    kept: frozenset[str] = frozenset().union(*(found for found in known if found))
+    kept = frozenset[str]()
+    for sequence in newest.kept:
+        if (found := find(sequence)) is None:
+            return []  # a kept record is damaged: the next checkpoint keeps it no longer
+        kept |= found.names
     limit = (newest.lineage, newest.step)
     unreferenced = [name for name in store.list(PARTS)
                     if name not in kept and age_of(name) <= limit]

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -213,14 +212,6 @@ class ReadAhead:
         self._spare = _buffers(part_bytes, len(parts))
         self._ahead: deque[tuple[torch.Tensor, Future[tuple[float, float]]]] = deque()
 
-    def __enter__(self) -> ReadAhead:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        for _, reading in self._ahead:
-            reading.cancel()
-
     def fill(self) -> None:
         """Begin to read as many parts as there is memory for. What was taken is overwritten."""
         while self._spare and self.parts:
@@ -264,8 +255,8 @@ def read_together(store: Store, parts: list[Part], room: Packed,
     part_bytes = parts[0].bytes if parts else 0  # all but the last are as long
     handed, checksum = _buffers(part_bytes, len(parts)), 0
     mine = parts[peers.rank :: peers.size]
-    with (ThreadPoolExecutor(CONNECTIONS, "reader") as readers,
-          ReadAhead(store, mine, part_bytes, readers) as ahead):
+    with ThreadPoolExecutor(CONNECTIONS, "reader") as readers:
+        ahead = ReadAhead(store, mine, part_bytes, readers)
         for first in range(0, len(parts), CONNECTIONS):
             ahead.fill()
             group = parts[first : first + CONNECTIONS]
@@ -338,15 +329,11 @@ def read_part(store: Store, part: Part, out: torch.Tensor) -> tuple[float, float
             has_its_length = _get_part(store, part, out)
             verifying = time.monotonic()
             read_s += verifying - started
-            is_whole = has_its_length and _sha256(out) == part.sha256
+            digest = hashlib.sha256(out.numpy().data).hexdigest() if has_its_length else ""
             verify_s += time.monotonic() - verifying
-            if not is_whole:
+            if digest != part.sha256:
                 raise OtherBytes(f"{part.name} has other bytes than were written")
     return read_s, verify_s
-
-
-def _sha256(piece: torch.Tensor) -> str:
-    return hashlib.sha256(piece.numpy().data).hexdigest()
 
 
 def _get_part(store: Store, part: Part, out: torch.Tensor) -> bool:

@@ -21,10 +21,11 @@ refusal of a conditional PUT in an OSError(EINVAL).
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -55,21 +56,20 @@ PASSED_THROUGH = ("ACL", "ServerSideEncryption", "SSEKMSKeyId", "BucketKeyEnable
                   "RequestPayer", "ExpectedBucketOwner")
 """Arguments of PutObject that a URL may set:
 s3://bucket/prefix?ServerSideEncryption=aws:kms&SSEKMSKeyId=…"""
+CHAIN = "the credentials in AWS's chain (AWS_PROFILE, the instance's role)"
+ALLOW = ("Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it "
+         "(deploy/terraform/fleet/iam.tf)")
 REMEDIES = {
     "NoSuchBucket": "Create the bucket, or correct --store",
-    "AccessDenied": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it "
-                    "(deploy/terraform/fleet/iam.tf)",
-    "InvalidAccessKeyId": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's "
-                          "role)",
-    "SignatureDoesNotMatch": "Correct the credentials in AWS's chain (AWS_PROFILE, the instance's "
-                             "role)",
-    "ExpiredToken": "Renew the credentials in AWS's chain (AWS_PROFILE, the instance's role)",
+    "AccessDenied": ALLOW,
+    "403": ALLOW,
+    "InvalidAccessKeyId": f"Correct {CHAIN}",
+    "SignatureDoesNotMatch": f"Correct {CHAIN}",
+    "ExpiredToken": f"Renew {CHAIN}",
     "RequestTimeTooSkewed": "Set this host's clock: it is more than 15 minutes off",
     "NotImplemented": "Use an endpoint that has conditional PUT (If-None-Match)",
     "InvalidArgument": "Correct the settings after the ? of --store",
     "PermanentRedirect": "Set AWS_DEFAULT_REGION to the bucket's region",
-    "403": "Allow s3:GetObject, PutObject, DeleteObject and ListBucket on it "
-           "(deploy/terraform/fleet/iam.tf)",
 }
 """The remedies for errors that no retry mends."""
 MENDED_OUTSIDE = ("ExpiredToken", "RequestTimeTooSkewed")
@@ -114,9 +114,6 @@ class S3Store:
         self._settings: dict[str, Any] = dict(settings)
         if "BucketKeyEnabled" in settings:
             self._settings["BucketKeyEnabled"] = settings["BucketKeyEnabled"].lower() == "true"
-        self.retries = 0
-        """How often a request was tried again."""
-        self._lock = threading.Lock()
         self._random = random.Random()
         try:
             self._client = _client()
@@ -126,15 +123,11 @@ class S3Store:
                                ) from error
 
     def put(self, name: str, body: memoryview | bytes) -> None:
-        """Write an object; only ever the same bytes under the same name. Raises
-        StoreUnavailable."""
         _check_size(name, body)
         self._tried(f"take {name}", lambda: self._client.put_object(
             Bucket=self.bucket, Key=self._key(name), Body=body, **self._settings))
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
-        """Write an object under a new name; False if the name is taken, perhaps by an earlier try
-        of this call."""
         _check_size(name, body)
 
         def put() -> bool:
@@ -150,7 +143,6 @@ class S3Store:
         return self._tried(f"take {name}", put)
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        """Read an object, at most `most` bytes. Raises FileNotFoundError, StoreUnavailable."""
         return self.get_from(name, 0, most)[0]
 
     def get_from(self, name: str, first: int, most: int | None = None) -> tuple[bytes, str]:
@@ -166,20 +158,17 @@ class S3Store:
                 if _code(error) in ("InvalidRange", "416"):
                     return b"", ""
                 raise
+            end = sys.maxsize if most is None else most
             with closing(answer["Body"]) as body:
-                left = PIECE_BYTES if most is None else most
-                while piece := body.read(min(PIECE_BYTES, left)):
+                while piece := body.read(min(PIECE_BYTES, end - len(data))):
                     data += piece  # what ends before Content-Length raises
-                    left = PIECE_BYTES if most is None else most - len(data)
-                    if not left:
+                    if len(data) == end:
                         break
             return bytes(data), str(answer.get("ETag", ""))
 
         return self._tried(f"give {name}", get)
 
     def get_into(self, name: str, out: memoryview) -> bool:
-        """Read an object into memory of its length; False if it has another length. Raises as `get`
-        does."""
         def get() -> bool:
             at = 0
             with closing(self._answer(name)["Body"]) as body:
@@ -218,40 +207,39 @@ class S3Store:
         return any(entry["Key"] == key for entry in found.get("Contents", []))
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
-        """Return the names under a folder of the store, sorted; the first `limit` of them."""
-        found: list[str] = []
-        key, token = self._key(prefix) + "/", dict[str, str]()
+        key = self._key(prefix) + "/"
         cut = len(key) - len(prefix) - 1
+        most = {} if limit is None else {"MaxKeys": min(1000, limit)}
+        pages = self._pages(f"list {prefix}", Prefix=key, **most)
+        return sorted(entry["Key"][cut:] for entry in islice(chain.from_iterable(pages), limit))
+
+    def _pages(self, what: str, **asked: Any) -> Iterator[Iterable[dict[str, Any]]]:
+        """Yield the entries of a listing, page by page: at most 1000 on each."""
         while True:
-            most = {"MaxKeys": min(1000, limit - len(found))} if limit is not None else {}
-            asked = {"Bucket": self.bucket, "Prefix": key, **token, **most, **self._owner}
-            page = self._tried(f"list {prefix}", partial(self._client.list_objects_v2, **asked))
-            found += [entry["Key"][cut:] for entry in page.get("Contents", [])]
-            if not page.get("IsTruncated") or (limit is not None and len(found) >= limit):
-                return sorted(found)
-            token = {"ContinuationToken": page["NextContinuationToken"]}
+            page = self._tried(what, partial(self._client.list_objects_v2, Bucket=self.bucket,
+                                             **asked, **self._owner))
+            yield page.get("Contents", [])
+            if not page.get("IsTruncated"):
+                return
+            asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def entries(self, most: int) -> dict[str, Entry]:
         """Return the objects directly under the prefix, by name: not those in folders below it.
 
         Raises StoreRefused if there are more than `most`.
         """
-        found, token = dict[str, Entry](), dict[str, str]()
+        found = dict[str, Entry]()
         prefix = f"{self.prefix}/" if self.prefix else ""
-        asked = {"Bucket": self.bucket, "Prefix": prefix, "Delimiter": "/", **self._owner}
-        for _ in range(0, most, 1000):
-            page = self._tried("list its objects",
-                               partial(self._client.list_objects_v2, **asked, **token))
+        pages = self._pages("list its objects", Prefix=prefix, Delimiter="/")
+        for number, page in enumerate(pages):
+            if 1000 * number >= most:  # a page may have folders alone
+                raise StoreRefused(f"{self.where} has more than {most} objects in this one folder. "
+                                   f"Name the folder of a run.")
             found |= {entry["Key"][len(prefix):]: Entry(int(entry["Size"]), str(entry["ETag"]))
-                      for entry in page.get("Contents", [])}
-            if not page.get("IsTruncated"):
-                return found
-            token = {"ContinuationToken": page["NextContinuationToken"]}
-        raise StoreRefused(f"{self.where} has more than {most} objects in this one folder. Name "
-                           f"the folder of a run.")
+                      for entry in page}
+        return found
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; one that is not there is no error. Raises StoreUnavailable."""
         keys = [{"Key": self._key(name)} for name in names]
         for start in range(0, len(keys), 1000):
             answer = self._tried(
@@ -291,16 +279,8 @@ class S3Store:
     def _tried(self, what: str, act: Callable[[], T]) -> T:
         """Make a request, and retry it within the bounds if a retry may mend the fault."""
         try:
-            for attempt in Retrying(retry=retry_if_exception(_may_pass),
-                                    reraise=True,
-                                    stop=stop_after_attempt(ATTEMPTS)
-                                    | stop_after_delay(ATTEMPTS_S),
-                                    wait=self._wait_s):
-                with attempt:
-                    if attempt.retry_state.attempt_number > 1:
-                        with self._lock:
-                            self.retries += 1
-                    return act()
+            return Retrying(retry=retry_if_exception(_may_pass), wait=self._wait_s, reraise=True,
+                            stop=stop_after_attempt(ATTEMPTS) | stop_after_delay(ATTEMPTS_S))(act)
         except FileNotFoundError:
             raise
         except NoCredentialsError as error:
@@ -316,7 +296,6 @@ class S3Store:
                 f"a request to {self.where} is not valid: {error}. Correct --store.") from error
         except WORLDS_FAULTS as error:
             raise StoreUnavailable(f"{self.where} did not {what}: {error}") from error
-        raise AssertionError("not reached: reraise=True")
 
 
 def _client() -> Any:

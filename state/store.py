@@ -30,16 +30,14 @@ from elastic_trainer.host.modes import make_folder, private
 TEMPORARIES = ".tmp"
 PUT_BYTES = 64 << 20
 """The largest object: one PUT, never a multipart upload (s3.py)."""
-NEVER_MENDED = {
-    errno.EACCES: "Let the workers' user write there",
-    errno.EPERM: "Let the workers' user write there, on a file system with hard links",
-    errno.EROFS: "Mount it for writing",
-    errno.EOPNOTSUPP: "Use a file system with hard links",
-    errno.ENOSYS: "Use a file system with hard links",
-    errno.EMLINK: "Use a file system with hard links",
-    errno.ENOTDIR: "Name a folder, not a file",
-    errno.ENAMETOOLONG: "Use a shorter name",
-}
+NEVER_MENDED = {errno.EACCES: "Let the workers' user write there",
+                errno.EPERM: "Let the workers' user write there, on a file system with hard links",
+                errno.EROFS: "Mount it for writing",
+                errno.EOPNOTSUPP: "Use a file system with hard links",
+                errno.ENOSYS: "Use a file system with hard links",
+                errno.EMLINK: "Use a file system with hard links",
+                errno.ENOTDIR: "Name a folder, not a file",
+                errno.ENAMETOOLONG: "Use a shorter name"}
 """The remedies for faults that no retry mends."""
 
 
@@ -53,37 +51,32 @@ class StoreRefused(StoreUnavailable):
 
 
 class Store(Protocol):
-    """Objects by name. Names are relative paths with forward slashes."""
+    """Objects by name. Names are relative paths with forward slashes. All methods raise
+    StoreUnavailable."""
 
     where: str
     """The URL, for messages."""
 
     def put(self, name: str, body: memoryview | bytes) -> None:
         """Write an object; only ever the same bytes under the same name."""
-        ...
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
         """Write an object under a new name; False if the name is taken, perhaps by an earlier try
         of this call."""
-        ...
 
     def get(self, name: str, most: int | None = None) -> bytes:
         """Read an object, at most `most` bytes. Raises FileNotFoundError if it is not listed
         either."""
-        ...
 
     def get_into(self, name: str, out: memoryview) -> bool:
         """Read an object into memory of its length; False if it has another length. Raises
         FileNotFoundError."""
-        ...
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
         """Return the names under a folder of the store, sorted; the first `limit` of them."""
-        ...
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; one that is not there is no error."""
-        ...
 
 
 def checked(name: str) -> str:
@@ -130,12 +123,9 @@ class FolderStore:
         return StoreUnavailable(fact)
 
     def put(self, name: str, body: memoryview | bytes) -> None:
-        """Write an object; only ever the same bytes under the same name. Raises
-        StoreUnavailable."""
         self._write(name, body, os.replace)
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
-        """Write an object under a new name; False if the name is taken. Raises StoreUnavailable."""
         try:
             self._write(name, body, os.link)
             return True
@@ -173,14 +163,11 @@ class FolderStore:
             raise self._failed(f"take {name}", error) from error
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        """Read an object, at most `most` bytes. Raises FileNotFoundError, StoreUnavailable."""
         with self._reading(name) as path, open(path, "rb") as file:
             # Python allocates as much as is asked for, so a large `most` would cost memory.
             return file.read(-1 if most is None else min(most, os.fstat(file.fileno()).st_size))
 
     def get_into(self, name: str, out: memoryview) -> bool:
-        """Read an object into memory of its length; False if it has another length. Raises as `get`
-        does."""
         with self._reading(name) as path, open(path, "rb", buffering=0) as file:
             at = 0
             while at < len(out) and (count := file.readinto(out[at:])):
@@ -214,7 +201,6 @@ class FolderStore:
             raise self._failed(f"list {path.parent.name}", error) from error
 
     def list(self, prefix: str, limit: int | None = None) -> list[str]:
-        """Return the names under a folder of the store, sorted; the first `limit` of them."""
         def failed(error: OSError) -> None:
             # os.walk would take an unreadable folder for an empty one.
             if not isinstance(error, FileNotFoundError):
@@ -229,8 +215,7 @@ class FolderStore:
         return sorted(found) if limit is None else heapq.nsmallest(limit, found)
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects; one that is not there is no error. Temporaries of writers that died are
-        removed after a day."""
+        """Remove objects, and temporaries of writers that died a day ago."""
         try:
             for name in names:
                 path = self.root / checked(name)

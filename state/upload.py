@@ -4,18 +4,15 @@ live_state → SnapshotMemory (the only pause) → Upload (threads) → store; t
 (checkpoints.py)
 
 What always holds:
-1. The share of worker r of n is the parts r, r+n, … of the payload. All workers together hold each
-   part once.
-2. One share is in flight at most, in the memory of one share. `is_busy` is True while a thread can
+1. One share is in flight at most, in the memory of one share. `is_busy` is True while a thread can
    still read that memory, also for a share that was dropped. It is not written again before.
-3. New memory costs more than the copy: with 1 GB, 4 workers and 2 cores the first pause was 1.7 s
+2. New memory costs more than the copy: with 1 GB, 4 workers and 2 cores the first pause was 1.7 s
    and the later ones 0.08 s. So a thread makes the memory beside the training (`prepare`).
-4. The name of a part holds its lineage, its step and the SHA-256 of its bytes, so a name never gets
-   other bytes. A part that the newest published checkpoint has too is not sent again: the record
-   names the old one.
-5. A share that fails, stalls or hangs never ends the training. `Share.error` holds the reason, the
+3. A part that the newest published checkpoint has too is not sent again: the record names the old
+   one.
+4. A share that fails, stalls or hangs never ends the training. `Share.error` holds the reason, the
    vote informs the other workers, and a stall is emitted once.
-6. With few cores an uploader rests after each part for as long as the part took. The training then
+5. With few cores an uploader rests after each part for as long as the part took. The training then
    loses the same time in all, and less in each step. It rests only while it is ahead of its plan,
    and no longer when a worker waits for the share (`hurry`).
 """
@@ -27,60 +24,25 @@ import os
 import queue
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from elastic_trainer.host.priority import yield_processor
-from elastic_trainer.state.checkpoint import CONNECTIONS, Emit, Part, name_of
+from elastic_trainer.state.checkpoint import (
+    CONNECTIONS,
+    STALLED_S,
+    UPLOAD_S,
+    Emit,
+    Part,
+    Share,
+    name_of,
+)
 from elastic_trainer.state.layout import Packed, copy_range
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import Store
-
-
-@dataclass
-class Share:
-    """One worker's parts of a checkpoint: copied, and on their way to the store."""
-
-    step: int
-    started: float
-    """When the copy began (time.monotonic)."""
-    moved: float
-    """When one of its parts was uploaded last, or begun after a rest."""
-    header: bytes = b""
-    total_bytes: int = 0
-    """The payload of all workers together."""
-    count: int = 0
-    """The parts of all workers together."""
-    pieces: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Part number → its bytes, in the memory that is used again."""
-    pause_s: float = 0.0
-    """How long the copy took."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """What the record says of the state that was copied."""
-    planned_s: float = 0.0
-    """In how many seconds it is to be up. An uploader rests only while it is ahead of that."""
-    parts: int = 0
-    """How many parts it has."""
-    done: list[Part] = field(default_factory=list)
-    """Those that are in the store."""
-    error: str = ""
-    is_dropped: bool = False
-    is_stall_emitted: bool = False
-    may_go: threading.Event = field(default_factory=threading.Event)
-    is_urgent: threading.Event = field(default_factory=threading.Event)
-    """A worker waits for it, so its uploaders do not rest."""
-
-    def left(self) -> int:
-        """Return the number of parts that are not in the store yet."""
-        return self.parts - len(self.done)
-
-    def is_up(self) -> bool:
-        """Return whether all of its parts are in the store."""
-        return not self.left()
 
 
 class SnapshotMemory:
@@ -103,7 +65,7 @@ class SnapshotMemory:
             if not _fits(self.room, need):
                 maker = ThreadPoolExecutor(1, "room")
                 device = torch.cuda.current_device() if torch.cuda.is_available() else None
-                self.coming = maker.submit(_made_behind, need, device)
+                self.coming = maker.submit(_made_beside, need, device)
                 maker.shutdown(wait=False)
         except Exception:  # no thread, or a value that cannot be kept
             self.coming = None
@@ -153,20 +115,16 @@ def _new_room(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
-def _made_behind(size: int, device: int | None) -> torch.Tensor:
+def _made_beside(size: int, device: int | None) -> torch.Tensor:
     yield_processor()
     if device is not None:
         torch.cuda.set_device(device)  # else this thread would make a context on the first one
     return _new_room(size).zero_()
 
 
-UPLOAD_S = 900.0
-"""A share has failed when none of its parts was uploaded for this time: the file system of a folder
-can hang without an error. So has a record."""
-STALLED_S, SLOWEST = 5.0, 1 << 20
+SLOWEST = 1 << 20
 """A share is stalled when none of its parts was uploaded for STALLED_S, and for the time that the
-parts on their way take at SLOWEST bytes a second: a slow network is no stall. A record is stalled
-after STALLED_S."""
+parts on their way take at this number of bytes a second: a slow network is no stall."""
 CORES = len(os.sched_getaffinity(0))
 UPLOADS = min(CONNECTIONS, max(1, CORES // 2))
 """How many parts one worker sends at once. More would take cores from the training."""
@@ -186,6 +144,7 @@ class Upload:
         self.share: Share | None = None
         """The share in flight; it stays until all workers have collected or dropped it."""
         self.threads: list[threading.Thread] = []
+        self.rest_s: Callable[[float, float, float], float] = rest_s
 
     # --- questions; any thread may ask ----------------------------------------------------------
 
@@ -205,13 +164,13 @@ class Upload:
 
     # --- the loop's thread ----------------------------------------------------------------------
 
-    def begin(self, share: Share, lineage: int, base: dict[int, Part]) -> None:
+    def begin(self, share: Share, base: dict[int, Part]) -> None:
         """Send a share beside the training. Parts that `base` has too are not sent."""
         waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in share.pieces:
             waiting.put(index)
         self.threads = [
-            threading.Thread(target=self.send, args=(share, waiting, lineage, base),
+            threading.Thread(target=self.send, args=(share, waiting, base),
                              name="checkpoint", daemon=True)
             for _ in range(min(UPLOADS, share.parts))]
         for thread in self.threads:
@@ -261,8 +220,7 @@ class Upload:
 
     # --- beside the training --------------------------------------------------------------------
 
-    def send(self, share: Share, waiting: queue.SimpleQueue[int], lineage: int,
-             base: dict[int, Part]) -> None:
+    def send(self, share: Share, waiting: queue.SimpleQueue[int], base: dict[int, Part]) -> None:
         """Send the parts of a share that wait, one by one."""
         yield_processor()
         share.may_go.wait(OTHERS_COPY_S)
@@ -270,7 +228,7 @@ class Upload:
             while not (share.is_dropped or share.error):
                 index = waiting.get_nowait()
                 began = time.monotonic()
-                is_sent = self._send_part(share, index, lineage, base)
+                is_sent = self._send_part(share, index, base)
                 if is_sent and not waiting.empty():
                     self._rest(share, part_s=share.moved - began)
         except queue.Empty:
@@ -278,23 +236,24 @@ class Upload:
         except Exception as error:  # the training goes on, and the vote informs the other workers
             share.error = f"{type(error).__name__}: {error}"
 
-    def _send_part(self, share: Share, index: int, lineage: int, base: dict[int, Part]) -> bool:
+    def _send_part(self, share: Share, index: int, base: dict[int, Part]) -> bool:
         """Send a part; returns False if the store has it already."""
         piece = share.pieces[index].numpy().data
         digest = hashlib.sha256(piece).hexdigest()
-        part, old = Part(index, "", len(piece), digest), base.get(index)
-        is_known = old is not None and (old.sha256, old.bytes) == (digest, len(piece))
-        if old is None or not is_known:
-            part = Part(index, name_of(lineage, share.step, index, digest), len(piece), digest)
-            self.store.put(part.name, piece)  # network or disk
+        part = base.get(index)
+        is_known = part is not None and (part.sha256, part.bytes) == (digest, len(piece))
+        if part is None or not is_known:
+            name = name_of(share.lineage, share.step, index, digest)
+            part = Part(index, name, len(piece), digest)
+            self.store.put(name, piece)  # network or disk
         share.moved = time.monotonic()
-        share.done.append(old if old is not None and is_known else part)
+        share.done.append(part)
         return not is_known
 
     def _rest(self, share: Share, part_s: float) -> None:
         planned_s = share.planned_s * len(share.done) / share.parts
         ahead_s = planned_s - (share.moved - share.started)
-        share.is_urgent.wait(rest_s(part_s, ahead_s, _load()))
+        share.is_urgent.wait(self.rest_s(part_s, ahead_s, _load()))
         share.moved = time.monotonic()
 
 

@@ -95,10 +95,8 @@ def ceph(folder: Path, *, nice: int = 0) -> Iterator[str]:
             raise Unavailable(
                 "Ceph's gateway is not here, and this user cannot install it: apt-get install " +
                 " ".join(PACKAGES))
-        install = [
-            "apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "-o",
-            "DPkg::Lock::Timeout=120", *PACKAGES
-        ]
+        install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "-o",
+                   "DPkg::Lock::Timeout=120", *PACKAGES]
         env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         if subprocess.run(install, env=env, capture_output=True).returncode:
             subprocess.run(["apt-get", "update", "--quiet"], env=env, capture_output=True)
@@ -157,10 +155,8 @@ rgw gc processor max time = 5
        cluster, str(folder / "monmap"))
     do("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(folder / "monmap"))
     with ExitStack() as servers:
-        running = [
-            servers.enter_context(
-                process(["ceph-mon", "-f", "-i", "a", *conf], folder / "mon.out.log"))
-        ]
+        running = [servers.enter_context(
+                       process(["ceph-mon", "-f", "-i", "a", *conf], folder / "mon.out.log"))]
         do("ceph", "osd", "new", osd)
         do("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd)
         for name, command in (("osd", ["ceph-osd", "-f", "-i",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint import SMALL, Fleet
+from test_checkpoint import SMALL, begun
 from test_evaluation import breaking_gathers, found, model_of
 from test_loop import DATA, Ears, built, mse, trained
 from test_trainer import Fault, Model, in_a_breaking_world, tokens, trainer_of
@@ -143,8 +143,7 @@ def test_the_averaged_weights_of_the_best_checkpoint_are_exported(
 
 def test_retention_keeps_the_best_until_a_better_one_is_published(tmp_path: Path) -> None:
     """One that was found and not published does not take its place."""
-    fleet = Fleet(tmp_path, 2, SMALL)
-    fleet.restore()
+    fleet = begun(tmp_path, 2, SMALL)
     first = fleet.states[0].committed + 1
     fact = {"step": first}
     for state in fleet.states:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,17 +27,19 @@ from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events as EventFile
 from elastic_trainer.events.schema import misfit
 from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
-from elastic_trainer.state.checkpoint import PARTS, Part, Plan, parts_of
+from elastic_trainer.state.checkpoint import PARTS, Part, Plan, Share, parts_of
 from elastic_trainer.state.checkpoints import Checkpoints
-from elastic_trainer.state.commit_log import CommitLog, Record
+from elastic_trainer.state.commit_log import CommitLog
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.layout import LayoutError, Packed
+from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import (
     FolderStore,
     StoreRefused,
     StoreUnavailable,
     prove_put_if_absent,
 )
+from elastic_trainer.state.stores import open_store
 from elastic_trainer.state.upload import LONGEST_REST_S, rest_s
 from elastic_trainer.training.timing import Timing
 
@@ -57,35 +60,108 @@ class Events(list[tuple[str, dict[str, Any]]]):
         return [facts for name, facts in self if name == event]
 
 
+class Faulty(FolderStore):
+    """A folder whose operations fail, or wait for a turn, as the test says."""
+
+    def __init__(self, root: Path):
+        super().__init__(root)
+        self.failing: dict[str, int] = {}
+        """How often an operation works before it fails, by its name."""
+        self.turns: dict[str, threading.Semaphore] = {}
+        """Each of these operations waits for a turn."""
+        self.is_waiting = threading.Event()
+
+    def fail(self, *operations: str, after: int = 0) -> None:
+        """Let these operations fail, and no others."""
+        self.failing = dict.fromkeys(operations, after)
+
+    def hold(self, operation: str, turns: int = 0) -> threading.Semaphore:
+        """Let an operation wait for a turn, which `release` of the result gives."""
+        self.is_waiting.clear()
+        return self.turns.setdefault(operation, threading.Semaphore(turns))
+
+    def let_go(self) -> None:
+        """Let all go that wait."""
+        for turns in self.turns.values():
+            turns.release(1000)
+        self.turns = {}
+
+    def meet(self, operation: str) -> None:
+        if turn := self.turns.get(operation):
+            self.is_waiting.set()
+            assert turn.acquire(timeout=60)
+        if (left := self.failing.get(operation)) is not None:
+            self.failing[operation] = left - 1
+            if left <= 0:
+                kind = StoreRefused if operation == "refuse" else StoreUnavailable
+                raise kind(f"{operation} is not allowed, as planned")
+
+    def put(self, name: str, body: Any) -> None:
+        self.meet("put")
+        super().put(name, body)
+
+    def put_if_absent(self, name: str, body: Any) -> bool:
+        self.meet("refuse")
+        if not name.startswith("log/"):
+            return super().put_if_absent(name, body)
+        self.meet("record")
+        is_put = super().put_if_absent(name, body)
+        self.meet("answer")
+        return is_put
+
+    def get_into(self, name: str, out: memoryview) -> bool:
+        self.meet("get")
+        return super().get_into(name, out)
+
+    def delete(self, names: Any) -> None:
+        self.meet("delete")
+        super().delete(names)
+
+
 class Fleet:
     """Workers that hold the same state and one store."""
 
-    def __init__(self,
-                 root: Path,
-                 size: int = 1,
-                 plan: Plan = SMALL,
-                 store: Callable[[Path], Any] = FolderStore,
-                 **how: Any):
+    def __init__(self, root: Path | str, size: int = 1, plan: Plan = SMALL, **how: Any):
         self.size, self.events = size, Events()
-        self.stores = [store(root) for _ in range(size)]
+        self.stores: list[Any] = [Faulty(root) if isinstance(root, Path) else open_store(root)
+                                  for _ in range(size)]
         self.workers = [Checkpoints(s, self.events.emit, plan) for s in self.stores]
         self.states = [trained(**how) for _ in range(size)]
+
+    def first(self) -> tuple[Checkpoints, LiveState]:
+        """Return the worker of rank 0, and its state."""
+        return self.workers[0], self.states[0]
+
+    def pairs(self) -> list[tuple[Checkpoints, LiveState]]:
+        """Return all workers, by rank, with their states."""
+        return list(zip(self.workers, self.states, strict=True))
+
+    def published(self) -> list[int]:
+        """Return the steps of the checkpoints that were published."""
+        return [facts["step"] for facts in self.events.facts("state.checkpoint_published")]
+
+    def failed(self) -> list[dict[str, Any]]:
+        """Return the events of the checkpoints that failed."""
+        return self.events.facts("state.checkpoint_failed")
+
+    def fail(self, *operations: str, after: int = 0) -> None:
+        """Let these operations of the store fail, and no others."""
+        for store in self.stores:
+            store.fail(*operations, after=after)
 
     def restore(self, **how: Any) -> list[Any]:
         """Restore on all workers together; returns what each got, or raised."""
         hub, results = Hub(self.size), [None] * self.size
 
         def one(rank: int) -> None:
+            worker, state = self.pairs()[rank]
             try:
-                results[rank] = self.workers[rank].restore(self.states[rank], Member(hub, rank),
-                                                           **how)
-            except LayoutError as error:
-                results[rank] = error  # all raise it together
+                results[rank] = worker.restore(state, Member(hub, rank), **how)
+            except (LayoutError, threading.BrokenBarrierError) as error:
+                results[rank] = error  # all raise the first one together; a peer has gone
             except StoreUnavailable as error:
                 results[rank] = error
                 hub.barrier.abort()
-            except threading.BrokenBarrierError as error:
-                results[rank] = error  # a peer has gone
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
         for thread in threads:
@@ -103,19 +179,23 @@ class Fleet:
                         parameter.add_(1)
                 state.commit(8, 1)
 
-    def publish(self, count: int) -> None:
+    def publish(self, count: int = 1) -> None:
         """Train a step and publish it, `count` times."""
         for _ in range(count):
             self.train()
             self.checkpoint()
 
-    def checkpoint(self, *, without: int | None = None) -> None:
-        """Publish a checkpoint; worker `without` dies before its share is up."""
+    def begin(self, *, without: int | None = None) -> None:
+        """Begin a checkpoint on all workers but one."""
         for worker in self.workers:
             worker.known.receive(self.workers[0].known.newest_step)  # as each vote tells it
-        for rank, (worker, state) in enumerate(zip(self.workers, self.states, strict=True)):
+        for rank, (worker, state) in enumerate(self.pairs()):
             if rank != without:
                 worker.begin(state, rank, self.size)
+
+    def checkpoint(self, *, without: int | None = None) -> None:
+        """Publish a checkpoint; worker `without` dies before its share is up."""
+        self.begin(without=without)
         for rank, worker in enumerate(self.workers):
             if rank != without:
                 worker.wait()
@@ -124,17 +204,21 @@ class Fleet:
                 worker.drop()
             return
         assert all(ticked(worker)[0] for worker in self.workers)
+        self.collect()
+
+    def collect(self) -> None:
+        """Collect the shares of all workers; rank 0 publishes them."""
         texts = [worker.parts_up() for worker in self.workers]
         for rank, worker in enumerate(self.workers):
-            worker.collect(texts, self.states[rank].lineage, publish=rank == 0)
+            worker.collect(texts, publish=rank == 0)
             worker.wait()
 
 
-@pytest.fixture(autouse=True)
-def whole_again() -> Iterator[None]:
-    """End the faults of a test."""
-    yield
-    ManyFaults.failing = set()
+def begun(*arguments: Any, **how: Any) -> Fleet:
+    """Return a fleet that has restored what is in its store."""
+    fleet = Fleet(*arguments, **how)
+    fleet.restore()
+    return fleet
 
 
 def hang_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
@@ -161,8 +245,7 @@ def test_any_world_restores_what_any_world_has_written(tmp_path: Path, before: i
     """Parts do not depend on the number of writers, and every reader gets every byte."""
     writers = Fleet(tmp_path, before)
     assert writers.restore() == [None] * before
-    writers.train()
-    writers.checkpoint()
+    writers.publish()
     readers = Fleet(tmp_path, after, steps=0)
     assert readers.restore() == [4] * after
     assert readers.states[0].lineage == 3  # takeover, checkpoint, takeover
@@ -175,31 +258,27 @@ def test_any_world_restores_what_any_world_has_written(tmp_path: Path, before: i
 
 def test_each_worker_uploads_its_own_share(tmp_path: Path) -> None:
     """The shares are disjoint and hold all parts. No worker copies or writes a part of another."""
-    fleet = Fleet(tmp_path, 4)
-    fleet.restore()
-    for rank, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True)):
-        worker.begin(state, rank, 4)
+    fleet = begun(tmp_path, 4)
+    fleet.begin()
     for worker in fleet.workers:
         worker.wait()
-    shares = [{entry["index"]
-               for entry in json.loads(worker.parts_up())["parts"]} for worker in fleet.workers]
+    shares = [{entry["index"] for entry in json.loads(worker.parts_up())["parts"]}
+              for worker in fleet.workers]
     count = share.count if (share := fleet.workers[0].upload.share) else 0
     assert sorted(index for share in shares for index in share) == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @pytest.mark.parametrize("by", ["vote", "time", "end"])
-def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path,
-                                                      monkeypatch: pytest.MonkeyPatch,
-                                                      by: str) -> None:
+def test_an_upload_begins_when_the_others_have_copied(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """It begins at the next vote; a while after the copy if there is no vote; at once if a worker
     waits for it."""
     monkeypatch.setattr("elastic_trainer.state.upload.OTHERS_COPY_S",
                         0.2 if by == "time" else 600.0)
-    fleet = Fleet(tmp_path)
-    fleet.restore()
+    fleet = begun(tmp_path)
+    fleet.begin()
     [worker] = fleet.workers
-    worker.begin(fleet.states[0], 0, 1)
     share, uploaders = worker.upload.share, worker.upload.threads
     assert share
     match by:
@@ -214,36 +293,32 @@ def test_an_upload_begins_when_the_others_have_copied(tmp_path: Path,
     assert len(share.done) == len(share.pieces) == len(files(tmp_path, PARTS))
 
 
-@pytest.mark.parametrize("by", ["hurry", "wait", "drop", "go_on_alone"])
+ENDS: dict[str, Callable[[Checkpoints, LiveState], object]] = {
+    "hurry": lambda worker, state: worker.upload.hurry(),
+    "wait": lambda worker, state: worker.wait(),
+    "drop": lambda worker, state: worker.drop("as planned"),
+    "go_on_alone": lambda worker, state: worker.go_on_alone(state)}
+
+
+@pytest.mark.parametrize("by", ENDS)
 def test_an_upload_rests_until_a_worker_waits_for_it(tmp_path: Path,
                                                      monkeypatch: pytest.MonkeyPatch,
                                                      by: str) -> None:
     """A rest ends at once when a worker waits for the share, or when the share is dropped. No
     uploader rests after its last part."""
-    rested = list[float]()
-    monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
-                        lambda part_s, ahead_s, load: rested.append(part_s) or 600.0)
     monkeypatch.setattr("elastic_trainer.state.upload.UPLOADS", 1)
     hang_after(monkeypatch, 60.0)
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
-    worker.begin(state, 0, 1)
+    fleet, rested = begun(tmp_path), list[float]()
+    worker, state = fleet.first()
+    worker.upload.rest_s = lambda part_s, ahead_s, load: rested.append(part_s) or 600.0
+    fleet.begin()
     share, [uploader] = worker.upload.share, worker.upload.threads
     assert share and len(share.pieces) > 2
     ticked(worker)
     wait_for("rest", lambda: rested, 60)
     uploader.join(0.3)
     assert len(share.done) == len(rested) == 1
-    match by:
-        case "hurry":
-            worker.upload.hurry()
-        case "wait":
-            worker.wait()
-        case "drop":
-            worker.drop("as planned")
-        case "go_on_alone":
-            worker.go_on_alone(state)
+    ENDS[by](worker, state)
     uploader.join(60)
     assert not uploader.is_alive()
     assert len(share.done) == (1 if by == "drop" else len(share.pieces))
@@ -254,18 +329,15 @@ def test_no_uploader_rests_when_the_share_is_up(tmp_path: Path,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """One of several uploaders may rest while another one sends the last part. Its rest does not
     delay the next checkpoint."""
-    rests = list[float]()
-    monkeypatch.setattr("elastic_trainer.state.upload.rest_s",
-                        lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1])
     monkeypatch.setattr("elastic_trainer.state.upload.UPLOADS", 2)
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
-    worker.begin(state, 0, 1)
+    fleet, rests = begun(tmp_path), list[float]()
+    [worker] = fleet.workers
+    worker.upload.rest_s = lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1]
+    fleet.begin()
     wait_for("share", lambda: ticked(worker)[0], 60)
     uploaders = worker.upload.threads
     assert len(uploaders) == 2 and rests[0] == 600.0
-    worker.collect([worker.parts_up()], state.lineage, publish=True)
+    fleet.collect()
     for thread in uploaders:
         thread.join(60)
     assert not any(thread.is_alive() for thread in uploaders)
@@ -273,32 +345,25 @@ def test_no_uploader_rests_when_the_share_is_up(tmp_path: Path,
 
 def test_an_upload_plans_to_be_up_before_the_next_one_is_due(tmp_path: Path) -> None:
     """The first upload, and one after a failure, do not rest."""
-    fleet = Fleet(tmp_path, 2)
-    fleet.restore()
-    planned = []
-    for fails in (False, False, "share", False, False, "record", False):
-        for worker, state in zip(fleet.workers, fleet.states, strict=True):
-            worker.known.receive(fleet.workers[0].known.newest_step)  # as each vote tells it
+    fleet, planned = begun(tmp_path, 2), list[list[float | None]]()
+    for fails in ("", "", "share", "", "", "record", ""):
+        for worker in fleet.workers:
             worker.begun_at = worker.begun_at and time.monotonic() - 100.0
-            worker.begin(state, fleet.workers.index(worker), 2)
+        fleet.begin()
+        for worker in fleet.workers:
             worker.wait()
-        planned.append([
-            worker.upload.share.planned_s if worker.upload.share else None
-            for worker in fleet.workers
-        ])
-        texts = [worker.parts_up() for worker in fleet.workers]
-        for worker, state in zip(fleet.workers, fleet.states, strict=True):
-            if fails == "share":
+        shares = [worker.upload.share for worker in fleet.workers]
+        planned.append([share and share.planned_s for share in shares])
+        if fails == "share":
+            for worker in fleet.workers:
                 worker.drop()
-            else:
-                worker.collect(texts,
-                               state.lineage,
-                               publish=worker is fleet.workers[0] and fails != "record")
-                worker.wait()
+        else:
+            fleet.fail(fails)
+            fleet.collect()
+            fleet.fail()
         fleet.train()
-    assert [[bool(seconds and 75.0 <= seconds < 150.0) for seconds in both]
-            for both in planned] == [[False] * 2, [True] * 2, [True] * 2, [False] * 2, [True] * 2,
-                                     [True] * 2, [False] * 2]
+    assert [[bool(seconds and 75.0 <= seconds < 150.0) for seconds in both] for both in planned
+            ] == [[at not in (0, 3, 6)] * 2 for at in range(7)]
     assert all(seconds == 0.0 for at in (0, 3, 6) for seconds in planned[at])
 
 
@@ -318,19 +383,16 @@ def test_a_rest_is_as_long_as_the_part(part_s: float, ahead_s: float, load: floa
 
 def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path) -> None:
     """The snapshot is a copy: changes after the pause are not in the checkpoint."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
+    fleet = begun(tmp_path)
+    worker, state = fleet.first()
     before = bytes_of(state)
-    worker.begin(state, 0, 1)
+    fleet.begin()
     with torch.no_grad():
         for parameter in state.model.parameters():
             parameter.zero_()
     worker.wait()
-    worker.collect([worker.parts_up()], state.lineage, publish=True)
-    worker.wait()
-    reader = Fleet(tmp_path, steps=0)
-    reader.restore()
+    fleet.collect()
+    reader = begun(tmp_path, steps=0)
     reader.states[0].lineage = state.lineage
     assert bytes_of(reader.states[0]) == before
 
@@ -338,8 +400,7 @@ def test_keeps_the_bytes_when_training_goes_on_during_the_upload(tmp_path: Path)
 @pytest.mark.parametrize("keep_every", [0, 4])
 def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
     """Retention deletes the parts that no kept record names, and no record."""
-    fleet = Fleet(tmp_path, 2, Plan(part_bytes=300, keep_last=2, keep_every=keep_every), steps=0)
-    fleet.restore()
+    fleet = begun(tmp_path, 2, Plan(part_bytes=300, keep_last=2, keep_every=keep_every), steps=0)
     for _ in range(9):
         fleet.train()
         for worker in fleet.workers:
@@ -357,14 +418,12 @@ def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
 def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:
     """A frozen part is named again; rubbish collection knows that an old step's part is still
     needed."""
-    fleet = Fleet(tmp_path, 2, Plan(part_bytes=64, keep_last=1), steps=0, optimizer="SGD", width=64)
-    fleet.restore()
+    fleet = begun(tmp_path, 2, Plan(part_bytes=64, keep_last=1), steps=0, optimizer="SGD", width=64)
     for _ in range(4):
         fleet.train(frozen=2)
         fleet.checkpoint()
-    first, *later = [
-        facts["uploaded_bytes"] for facts in fleet.events.facts("state.checkpoint_published")
-    ]
+    first, *later = [facts["uploaded_bytes"]
+                     for facts in fleet.events.facts("state.checkpoint_published")]
     assert len(later) == 3 and all(0 < n < first / 2 for n in later)
     reader = Fleet(tmp_path, 3, steps=0, optimizer="SGD", width=64)
     assert reader.restore() == [4, 4, 4]
@@ -374,24 +433,23 @@ def test_what_was_collected_and_never_published_is_not_named_again(tmp_path: Pat
     """Rank 0 dies before its record is put. The next checkpoint of the others is whole, and no part
     of it is deleted."""
     plan = Plan(part_bytes=64, keep_last=1)
-    fleet = Fleet(tmp_path, 3, plan, steps=0, optimizer="SGD", width=64)
-    fleet.restore()
+    fleet = begun(tmp_path, 3, plan, steps=0, optimizer="SGD", width=64)
     fleet.train()
-    for rank, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True)):
-        worker.begin(state, rank, 3)
+    fleet.begin()
+    for worker in fleet.workers:
         worker.wait()
     texts = [worker.parts_up() for worker in fleet.workers]
     for worker in fleet.workers[1:]:
-        worker.collect(texts, fleet.states[0].lineage, publish=False)
+        worker.collect(texts, publish=False)
     for kept in (fleet.stores, fleet.workers, fleet.states):
         del kept[0]
     fleet.size = 2
     fleet.train(frozen=2)
     fleet.checkpoint()
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [2]
-    assert not fleet.events.facts("state.checkpoint_failed")
+    assert fleet.published() == [2]
+    assert not fleet.failed()
     # A share that is dropped changes nothing of that.
-    for worker, state in zip(fleet.workers, fleet.states, strict=True):
+    for worker, state in fleet.pairs():
         worker.begin(state, 0, 1)
         worker.drop("the world has changed")
         worker.wait()
@@ -406,13 +464,11 @@ def test_a_part_is_not_named_again_when_it_is_not_kept_any_more(tmp_path: Path) 
     """A new publisher that missed a checkpoint must not name what that one's retention has
     deleted."""
     plan = Plan(part_bytes=64, keep_last=1)
-    fleet = Fleet(tmp_path, 1, plan, steps=0, optimizer="SGD", width=64)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
-    fleet.train()
-    fleet.checkpoint()
-    stale, content = dict(
-        worker.known.parts), [p.detach().clone() for p in state.model.parameters()]
+    fleet = begun(tmp_path, 1, plan, steps=0, optimizer="SGD", width=64)
+    worker, state = fleet.first()
+    fleet.publish()
+    stale = dict(worker.known.parts)
+    content = [p.detach().clone() for p in state.model.parameters()]
     fleet.train()
     fleet.checkpoint()  # all parts are others now, and the first ones are deleted
     with torch.no_grad():
@@ -421,20 +477,17 @@ def test_a_part_is_not_named_again_when_it_is_not_kept_any_more(tmp_path: Path) 
     state.commit(8, 1)
     worker.known.parts = stale
     fleet.checkpoint()
-    assert "not kept any more" in fleet.events.facts("state.checkpoint_failed")[0]["error"]
-    fleet.train()
-    fleet.checkpoint()
+    assert "not kept any more" in fleet.failed()[0]["error"]
+    fleet.publish()
     assert Fleet(tmp_path, 1, plan, steps=0, optimizer="SGD", width=64).restore() == [4]
 
 
 def test_what_a_dead_worker_left_is_collected_later(tmp_path: Path) -> None:
     """Parts without a record are no checkpoint. The next checkpoint deletes them."""
-    fleet = Fleet(tmp_path, 3, Plan(part_bytes=300, keep_last=1))
-    fleet.restore()
+    fleet = begun(tmp_path, 3, Plan(part_bytes=300, keep_last=1))
     fleet.checkpoint(without=2)
     assert files(tmp_path, PARTS) and CommitLog(FolderStore(tmp_path)).tail().step == -1
-    fleet.train()
-    fleet.checkpoint()
+    fleet.publish()
     assert {p.name.split("-")[1] for p in (tmp_path / PARTS).iterdir()} == {f"{4:012d}"}
 
 
@@ -443,38 +496,41 @@ def part_of_step(root: Path, step: int) -> Path:
                 if int(p.parent.name.split("-")[1]) == step)
 
 
+def kept_steps(root: Path) -> list[int]:
+    """Return the steps of the checkpoints that can be restored."""
+    return sorted(CommitLog(FolderStore(root)).tail().kept.values())
+
+
+def flip(path: Path) -> None:
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "flip": flip, "truncate": lambda path: path.write_bytes(path.read_bytes()[:-4]),
+    "remove": Path.unlink, "folder": make_folder,
+    "record": lambda path: path.write_bytes(path.read_bytes().replace(b"parts", b"party", 1))}
+
+
 @pytest.mark.parametrize("readers", [1, 3])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "folder", "record"])
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_falls_back_to_the_one_before_when_the_newest_is_damaged(tmp_path: Path, damage: str,
                                                                  readers: int) -> None:
     """All workers pass over the same checkpoint and log it. The run can publish earlier steps
     again."""
-    fleet = Fleet(tmp_path, 2)
-    fleet.restore()
-    fleet.publish(2)
-    part = part_of_step(tmp_path, 5)
-    match damage:
-        case "flip":
-            part.write_bytes(bytes([part.read_bytes()[0] ^ 1]) + part.read_bytes()[1:])
-        case "truncate":
-            part.write_bytes(part.read_bytes()[:-4])
-        case "remove":
-            part.unlink()
-        case "folder":
-            part.unlink()
-            part.mkdir()
-        case "record":
-            record = min((tmp_path / "log").iterdir())
-            record.write_bytes(record.read_bytes().replace(b"parts", b"party", 1))
+    begun(tmp_path, 2).publish(2)
+    DAMAGE[damage](min((tmp_path / "log").iterdir()) if damage == "record"
+                   else part_of_step(tmp_path, 5))
     reader = Fleet(tmp_path, readers, steps=0)
     assert reader.restore() == [4] * readers
     assert len(reader.events.facts("state.checkpoint_refused")) == 1
-    reader.train()
-    reader.checkpoint()  # step 5 again: not the damaged one
-    again = Fleet(tmp_path, 1, steps=0)
-    assert again.restore() == [5]
-    tail = CommitLog(FolderStore(tmp_path)).tail()
-    assert sorted(tail.kept.values()) == [4, 5]
+    reader.publish()  # step 5 again: not the damaged one
+    assert Fleet(tmp_path, steps=0).restore() == [5]
+    assert kept_steps(tmp_path) == [4, 5]
 
 
 @pytest.mark.parametrize("readers", [1, 2])
@@ -482,28 +538,15 @@ def test_no_worker_has_values_when_the_damaged_ones_could_not_be_dropped(
         tmp_path: Path, readers: int) -> None:
     """The store fails in between. The workers restore once more, and publish in their own
     lineage."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.publish(2)
+    begun(tmp_path).publish(2)
     part_of_step(tmp_path, 5).unlink()
-
-    class NoSecondTakeover(FolderStore):
-        is_failing = True
-
-        def put_if_absent(self, name: str, body: Any) -> bool:
-            if name.startswith("log"):
-                record = Record.from_bytes(body)
-                if self.is_failing and record.lineage < record.sequence:
-                    raise StoreUnavailable("slow down, as planned")
-            return super().put_if_absent(name, body)
-
-    reader = Fleet(tmp_path, readers, steps=0, store=NoSecondTakeover)
+    reader = Fleet(tmp_path, readers, steps=0)
+    reader.fail("record", after=1)  # the takeover's is the first one
     assert isinstance(reader.restore()[0], StoreUnavailable)
     assert {(state.committed, state.lineage) for state in reader.states} == {(0, 0)}
-    NoSecondTakeover.is_failing = False
+    reader.fail()
     assert reader.restore() == [4] * readers
-    reader.train()
-    reader.checkpoint()
+    reader.publish()
     assert reader.workers[0].known.fenced is None
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
@@ -514,9 +557,7 @@ def test_never_starts_afresh_when_the_only_checkpoints_record_is_damaged(
         tmp_path: Path, readers: int, all_records: bool) -> None:
     """The takeover before it names no checkpoint. Each attempt raises the same error, with a
     remedy."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.checkpoint()
+    begun(tmp_path).checkpoint()
     records = sorted((tmp_path / "log").iterdir())
     whole = [path.read_bytes() for path in records]
     for path in records if all_records else records[:1]:
@@ -531,84 +572,42 @@ def test_never_starts_afresh_when_the_only_checkpoints_record_is_damaged(
     assert Fleet(tmp_path, readers, steps=0).restore() == [3] * readers
 
 
-class ManyFaults(FolderStore):
-    """A folder in which the operations that the test names fail."""
-
-    failing: set[str] = set()
-
-    def delete(self, names: Any) -> None:
-        if "delete" in self.failing:
-            raise StoreUnavailable("not allowed, as planned")
-        super().delete(names)
-
-    def put(self, name: str, body: Any) -> None:
-        if "put" in self.failing:
-            raise StoreUnavailable("no space left, as planned")
-        super().put(name, body)
-
-    def put_if_absent(self, name: str, body: Any) -> bool:
-        if "refuse" in self.failing:
-            raise StoreRefused("not allowed, as planned")
-        if "record" in self.failing and name.startswith("log"):
-            raise StoreUnavailable("no space left, as planned")
-        if "lost answer" in self.failing and name.startswith("log"):
-            super().put_if_absent(name, body)
-            raise StoreUnavailable("timed out, as planned")
-        return super().put_if_absent(name, body)
-
-    def get_into(self, name: str, out: memoryview) -> bool:
-        if "get" in self.failing:
-            raise StoreUnavailable("slow down, as planned")
-        return super().get_into(name, out)
-
-
-@pytest.mark.parametrize("where", ["put", "record", "lost answer"])
+@pytest.mark.parametrize("where", ["put", "record", "answer"])
 def test_training_goes_on_when_a_checkpoint_fails(tmp_path: Path, where: str) -> None:
     """The failure is logged and raises nothing. The next checkpoint is published."""
-    fleet = Fleet(tmp_path, 2, store=ManyFaults)
-    fleet.restore()
-    ManyFaults.failing = {where}
+    fleet = begun(tmp_path, 2)
+    fleet.fail(where)
     fleet.checkpoint()
-    assert fleet.events.facts("state.checkpoint_failed")
+    assert fleet.failed()
     assert fleet.workers[0].known.failures > 0 and not fleet.workers[0].known.reusable()
-    ManyFaults.failing = set()
-    fleet.train()
-    fleet.checkpoint()
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
-    assert fleet.workers[0].known.failures == 0
-    tail = CommitLog(FolderStore(tmp_path)).tail()
-    # It did stand, and is known to.
-    assert sorted(tail.kept.values()) == ([3, 4] if where == "lost answer" else [4])
+    fleet.fail()
+    fleet.publish()
+    assert fleet.published() == [4] and fleet.workers[0].known.failures == 0
+    # If the answer was lost, the first one did stand, and is known to.
+    assert kept_steps(tmp_path) == ([3, 4] if where == "answer" else [4])
     assert Fleet(tmp_path, 2, steps=0).restore() == [4, 4]
 
 
 def test_an_older_one_is_never_taken_because_the_store_was_slow(tmp_path: Path) -> None:
     """A store that does not answer is no damage: the restore fails, and is tried again."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.checkpoint()
-    fleet.train()
-    fleet.checkpoint()
-    ManyFaults.failing = {"get"}
-    reader = Fleet(tmp_path, steps=0, store=ManyFaults)
+    begun(tmp_path).publish(2)
+    reader = Fleet(tmp_path, steps=0)
+    reader.fail("get")
     assert isinstance(reader.restore()[0], StoreUnavailable)
-    ManyFaults.failing = set()
-    assert reader.restore() == [4]
+    reader.fail()
+    assert reader.restore() == [5]
 
 
 def test_a_refusal_may_pass_when_the_store_was_usable_in_this_run(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later attempt retries, and logs it. The first attempt stops at once: there it is a mistake
     of the user."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.checkpoint()
-    ManyFaults.failing = {"refuse"}
-    reader = Fleet(tmp_path, steps=0, store=ManyFaults)
+    begun(tmp_path).checkpoint()
+    reader = Fleet(tmp_path, steps=0)
+    reader.fail("refuse")
     assert isinstance(reader.restore()[0], StoreRefused)
     assert not reader.events
-    monkeypatch.setattr("elastic_trainer.state.restore.time.sleep",
-                        lambda s: ManyFaults.failing.clear())
+    monkeypatch.setattr(time, "sleep", lambda s: reader.fail())
     assert reader.restore(insist=True) == [3]
     assert "not allowed" in reader.events.facts("state.store_unavailable")[0]["error"]
 
@@ -617,9 +616,7 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One bit that is flipped between two workers is no damage of the checkpoint. No worker
     continues with it."""
-    fleet = Fleet(tmp_path, plan=Plan(part_bytes=5000), width=2000)
-    fleet.restore()
-    fleet.checkpoint()
+    begun(tmp_path, plan=Plan(part_bytes=5000), width=2000).checkpoint()
     kept = Member.wait
 
     def flipped(self: Member, handle: Any) -> torch.Tensor:
@@ -629,7 +626,7 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(
         return tensor
 
     monkeypatch.setattr(Member, "wait", flipped)
-    for place in (0, 4999):  # in a row, behind the last whole one
+    for place in (0, 4999):  # in a row, after the last whole one
         flips, reader = [place], Fleet(tmp_path, 3, steps=0, width=2000)
         got = reader.restore()
         assert any(
@@ -641,59 +638,31 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(
 
 
 def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(tmp_path: Path) -> None:
-    """No permission to delete is not a failed checkpoint, and the next one is not due at once."""
-    fleet = Fleet(tmp_path, 1, Plan(part_bytes=100, keep_last=1), store=ManyFaults)
-    fleet.restore()
+    """No permission to delete (a retention lock, a policy without s3:DeleteObject) is not a failed
+    checkpoint: the next one is not due at once. The store is proved all the same."""
+    fleet = begun(tmp_path, 1, Plan(part_bytes=100, keep_last=1))
     fleet.checkpoint()
-    ManyFaults.failing = {"delete"}
-    fleet.train()
-    fleet.checkpoint()
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4]
-    assert fleet.events.facts(
-        "state.rubbish_kept") and not fleet.events.facts("state.checkpoint_failed")
+    fleet.fail("delete")
+    prove_put_if_absent(fleet.stores[0])
+    fleet.publish()
+    assert fleet.published() == [3, 4]
+    assert fleet.events.facts("state.rubbish_kept") and not fleet.failed()
     assert fleet.workers[0].known.failures == 0 and fleet.workers[0].known.reusable()
-
-
-class Hanging(FolderStore):
-    """A folder in which the next record hangs until the test lets it go."""
-
-    def __init__(self, root: Path):
-        super().__init__(root)
-        self.hangs, self.is_in, self.go = False, threading.Event(), threading.Event()
-
-    def put_if_absent(self, name: str, body: Any) -> bool:
-        if self.hangs and name.startswith("log"):
-            self.hangs = False
-            self.is_in.set()
-            assert self.go.wait(60)
-        return super().put_if_absent(name, body)
-
-
-class Slow(FolderStore):
-    """A folder in which each part waits for a turn that the test gives."""
-
-    turns: threading.Semaphore
-
-    def put(self, name: str, body: Any) -> None:
-        assert self.turns.acquire(timeout=60)
-        super().put(name, body)
 
 
 def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time begins anew with each part that was uploaded, for a state of any size."""
-    Slow.turns = threading.Semaphore(0)
     hang_after(monkeypatch, 30.0)
-    fleet = Fleet(tmp_path, store=Slow)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
-    worker.begin(state, 0, 1)
+    fleet = begun(tmp_path)
+    turns, [worker] = fleet.stores[0].hold("put"), fleet.workers
+    fleet.begin()
     share = worker.upload.share
     assert share and len(share.pieces) > 3
     for count in range(1, len(share.pieces) + 1):
         share.started -= 31.0
         share.moved -= 31.0
-        Slow.turns.release()
+        turns.release()
         wait_for("part", lambda n=count: len(share.done) >= n, 60)
         assert ticked(worker)[1] is False
     wait_for("share", lambda: ticked(worker) == (True, False), 60)
@@ -701,83 +670,73 @@ def test_an_upload_is_given_up_when_nothing_moves_and_not_because_it_is_long(
     assert ticked(worker) == (True, False)  # it waits for the others' shares, which move
     worker.drop("as planned")
     worker.wait()
-    worker.begin(state, 0, 1)
+    fleet.begin()
     assert worker.upload.share
     hang_after(monkeypatch, 0.5)
     worker.wait()  # not for ever
     worker.upload.share.moved -= 1.0
-    assert ticked(worker) == (
-        False, True) and "none of its parts was uploaded" in worker.upload.share.error
-    Slow.turns.release(1000)
+    assert ticked(worker) == (False, True)
+    assert "none of its parts was uploaded" in worker.upload.share.error
+    fleet.stores[0].let_go()
 
 
 def test_a_share_that_does_not_move_is_logged_once(tmp_path: Path) -> None:
     """This is long before it is given up. The event names the host that does not reach the store
     while it can still be mended."""
-    Slow.turns = threading.Semaphore(0)
-    fleet = Fleet(tmp_path, store=Slow)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
+    fleet = begun(tmp_path)
+    [worker], [store] = fleet.workers, fleet.stores
+
+    def stalls() -> list[dict[str, Any]]:
+        return fleet.events.facts("state.upload_stalled")
+
     for number in range(2):
-        worker.begin(state, 0, 1)
+        store.hold("put")
+        fleet.begin()
         share = worker.upload.share
         assert share
         for _ in range(2):
             assert ticked(worker) == (False, False)
-            assert len(fleet.events.facts("state.upload_stalled")) == number  # 64 MiB may take 64 s
+            assert len(stalls()) == number  # 64 MiB may take 64 s
             worker.upload.part_bytes = 64 << 20
             share.moved -= 6.0
         worker.upload.part_bytes = SMALL.part_bytes
         if number:  # no worker asks for progress when all wait for the last checkpoint
-            waiting = threading.Thread(target=worker.wait)
-            waiting.start()
-            wait_for("stall", lambda: len(fleet.events.facts("state.upload_stalled")) == 2, 60)
+            threading.Thread(target=worker.wait).start()
+            wait_for("stall", lambda: len(stalls()) == 2, 60)
         for _ in range(2):
             assert ticked(worker) == (False, False)
-        *_, stall = fleet.events.facts("state.upload_stalled")
-        assert stall["still_s"] >= 6.0
-        assert stall["what"] == f"{share.parts} of its {share.parts} parts"
-        Slow.turns.release(1000)
+        assert stalls()[-1]["still_s"] >= 6.0
+        assert stalls()[-1]["what"] == f"{share.parts} of its {share.parts} parts"
+        store.let_go()
         wait_for("share", lambda: ticked(worker) == (True, False), 60)
         share.moved -= 6.0
         assert ticked(worker) == (True, False)  # it waits for the others' shares
         worker.drop("as planned")
         worker.wait()
-        while Slow.turns.acquire(blocking=False):
-            pass
-    assert len(fleet.events.facts("state.upload_stalled")) == 2
+    assert len(stalls()) == 2
 
 
 def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> None:
     """The upload of a dropped checkpoint may hang, and continue from the same memory. The next
     checkpoint fails with that reason, and begins no upload."""
-    is_in, go = threading.Event(), threading.Event()
-
-    class HangingPart(FolderStore):
-        def put(self, name: str, body: Any) -> None:
-            is_in.set()
-            assert go.wait(60)
-            super().put(name, body)
-
-    fleet = Fleet(tmp_path, store=HangingPart)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
-    worker.begin(state, 0, 1)
-    assert is_in.wait(60)
+    fleet = begun(tmp_path)
+    [worker], [store] = fleet.workers, fleet.stores
+    store.hold("put")
+    fleet.begin()
+    assert store.is_waiting.wait(60)
     worker.drop("as planned")
     before = worker.memory.room.clone()
     fleet.train()
-    worker.begin(state, 0, 1)
+    fleet.begin()
     assert worker.upload.share and "still holds the memory" in worker.upload.share.error
     assert torch.equal(worker.memory.room, before)
-    go.set()
+    store.let_go()
     worker.wait()
     late = list(tmp_path.rglob("parts/*/*.bin"))
-    assert late and all(
-        hashlib.sha256(path.read_bytes()).hexdigest() == path.stem.partition("-")[2]
-        for path in late)
+    assert late and all(hashlib.sha256(path.read_bytes()).hexdigest() == path.stem[7:]
+                        for path in late)
     worker.drop()
-    worker.begin(state, 0, 1)
+    fleet.begin()
     worker.wait()
     assert ticked(worker) == (True, False)
 
@@ -786,17 +745,17 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is logged, the next checkpoint is published, and a record that arrives late is
     ignored."""
-    fleet = Fleet(tmp_path, store=Hanging)
-    fleet.restore()
-    (worker,), (state,), (store,) = fleet.workers, fleet.states, fleet.stores
-    store.hangs = True
-    worker.begin(state, 0, 1)
+    fleet = begun(tmp_path)
+    [worker], [store] = fleet.workers, fleet.stores
+    turns = store.hold("record")
+    fleet.begin()
     worker.wait()
-    worker.collect([worker.parts_up()], state.lineage, publish=True)
+    worker.collect([worker.parts_up()], publish=True)
     hung = worker.publisher.thread
-    assert hung and store.is_in.wait(60)
+    assert hung and store.is_waiting.wait(60)
+    store.turns = {}  # the next record does not wait
     ticked(worker)
-    assert worker.publisher.is_busy() and not fleet.events.facts("state.checkpoint_failed")
+    assert worker.publisher.is_busy() and not fleet.failed()
     monkeypatch.setattr("elastic_trainer.state.publish.STALLED_S", 0.0)
     for _ in range(2):
         ticked(worker)
@@ -806,16 +765,14 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path,
         patch.setattr("elastic_trainer.state.publish.UPLOAD_S", 0.0)
         ticked(worker)
     assert not worker.publisher.is_busy() and not worker.known.reusable()
-    (failed,) = fleet.events.facts("state.checkpoint_failed")
+    (failed,) = fleet.failed()
     assert failed["step"] == 3 and "not in the commit log after" in failed["error"]
-    fleet.train()
-    fleet.checkpoint()
-    store.go.set()
+    fleet.publish()
+    turns.release()
     hung.join(60)
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
+    assert fleet.published() == [4]
     assert worker.known.fenced is None and worker.known.newest_step == 4
-    fleet.train()
-    fleet.checkpoint()
+    fleet.publish()
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
@@ -825,31 +782,25 @@ def test_a_snapshot_waits_for_each_device_that_it_copies_from(
     written to."""
     class OnDevice(torch.Tensor):
         is_cuda = True  # type: ignore[assignment]
-        device = property(
-            lambda self: torch.device("cuda", self.shape[0] % 2))  # type: ignore[assignment]
+        device = property(  # type: ignore[assignment]
+            lambda self: torch.device("cuda", self.shape[0] % 2))
 
     waited: list[torch.device] = []
     monkeypatch.setattr("torch.cuda.synchronize", waited.append)
-    fleet = Fleet(tmp_path)
-    fleet.restore()
+    fleet = begun(tmp_path)
     packed = fleet.states[0].packed()
     assert not waited
     tensors = [tensor.as_subclass(OnDevice) if tensor.ndim else tensor for tensor in packed.tensors]
-    monkeypatch.setattr(fleet.states[0], "packed", lambda: Packed(packed.header, tensors))
-    fleet.workers[0].begin(fleet.states[0], 0, 1)
-    assert {device.index
-            for device in waited
-            } == {tensor.shape[0] % 2
-                  for tensor in packed.tensors if tensor.ndim}
-    assert all(device.type == "cuda" for device in waited) and len(waited) == len(set(waited))
+    share = Share(3, 0.0, 0.0)
+    fleet.workers[0].memory.copy(Packed(packed.header, tensors), share, 0, 1)
+    wanted = {torch.device("cuda", tensor.shape[0] % 2) for tensor in packed.tensors if tensor.ndim}
+    assert set(waited) == wanted and len(waited) == len(wanted)
 
 
 def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None:
     """Its disk is not mounted, or not at the folder. That is unknown, not damage: the restore fails
     and is tried again."""
-    fleet = Fleet(tmp_path / "shared")
-    fleet.restore()
-    fleet.checkpoint()
+    begun(tmp_path / "shared").checkpoint()
     for is_there in (False, True):
         reader = Fleet(tmp_path / "shared", 2, steps=0)
         (tmp_path / "own").mkdir(exist_ok=True) if is_there else None
@@ -859,46 +810,42 @@ def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None
     assert Fleet(tmp_path / "shared", 2, steps=0).restore() == [3, 3]
 
 
+@contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """Let a file be listed and not opened, as a network disk may that has cached its absence."""
+    away = path.rename(path.with_name("away"))
+    path.symlink_to("/nowhere")
+    yield
+    path.unlink()
+    away.rename(path)
+
+
 @pytest.mark.parametrize("what", ["part", "record"])
 def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(
         tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network disk can cache that a name was not there. No worker passes over the newest
-    checkpoint for that."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.publish(2)
-    path = part_of_step(tmp_path, 5) if what == "part" else min((tmp_path / "log").iterdir())
-    path.rename(tmp_path / "away")
-    path.symlink_to(tmp_path / "nowhere")
+    """No worker passes over the newest checkpoint for that."""
+    begun(tmp_path).publish(2)
     monkeypatch.setattr("elastic_trainer.state.restore.RESTORE_S", -1.0)
     reader = Fleet(tmp_path, steps=0)
-    (got,) = reader.restore()
+    with unreadable(part_of_step(tmp_path, 5) if what == "part"
+                    else min((tmp_path / "log").iterdir())):
+        (got,) = reader.restore()
     assert isinstance(got, StoreUnavailable) and "cannot open" in str(got)
     assert not reader.events.facts("state.checkpoint_refused")
-    path.unlink()
-    (tmp_path / "away").rename(path)
-    assert sorted(CommitLog(FolderStore(tmp_path)).tail().kept.values()) == [4, 5]
+    assert kept_steps(tmp_path) == [4, 5]
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
 def test_an_old_record_that_cannot_be_read_holds_up_no_later_one(tmp_path: Path) -> None:
     """It is unknown, and not gone: it stays kept, and nothing that it may name is deleted."""
-    first = Fleet(tmp_path)
-    first.restore()
-    first.publish(2)
+    begun(tmp_path).publish(2)
     fleet = Fleet(tmp_path, steps=0)
     assert fleet.restore() == [5]
-    record = sorted((tmp_path / "log").iterdir())[-2]
-    record.rename(tmp_path / "away")
-    record.symlink_to(tmp_path / "nowhere")
     parts = files(tmp_path, "parts")
-    fleet.train()
-    fleet.checkpoint()
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [6]
-    assert set(parts) < set(files(tmp_path, "parts"))
-    record.unlink()
-    (tmp_path / "away").rename(record)
-    assert sorted(CommitLog(FolderStore(tmp_path)).tail().kept.values()) == [4, 5, 6]
+    with unreadable(sorted((tmp_path / "log").iterdir())[-2]):
+        fleet.publish()
+    assert fleet.published() == [6] and set(parts) < set(files(tmp_path, "parts"))
+    assert kept_steps(tmp_path) == [4, 5, 6]
 
 
 class Extra:
@@ -917,53 +864,44 @@ class Extra:
 A, B = torch.zeros(3), torch.ones(3)
 
 
-@pytest.mark.parametrize(("odd", "is_published"), [(Extra(a=torch.zeros(4), b=B, rate=0.5), False),
-                                                   (Extra(b=B, a=A, rate=0.5), False),
-                                                   (Extra(a=A, c=B, rate=0.5), False),
-                                                   (Extra(a=A.double(), b=B, rate=0.5), False),
-                                                   (Extra(a=A, b=B, rate=0.25), True),
-                                                   (Extra(rate=None, a=A, b=B, seen=[1, 2]), True)])
+@pytest.mark.parametrize(("odd", "is_published"), [
+    (Extra(a=torch.zeros(4), b=B, rate=0.5), False), (Extra(b=B, a=A, rate=0.5), False),
+    (Extra(a=A, c=B, rate=0.5), False), (Extra(a=A.double(), b=B, rate=0.5), False),
+    (Extra(a=A, b=B, rate=0.25), True), (Extra(rate=None, a=A, b=B, seen=[1, 2]), True)])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Path, odd: Extra,
-                                                                   is_published: bool,
-                                                                   rank: int) -> None:
+def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(
+        tmp_path: Path, odd: Extra, is_published: bool, rank: int) -> None:
     """Its parts and rank 0's header would not fit together. Numbers may differ. Said by all, with
     who; training goes on."""
-    fleet = Fleet(tmp_path, 3)
-    fleet.restore()
+    fleet = begun(tmp_path, 3)
     for number, state in enumerate(fleet.states):
         state.extras = {"odd": odd if number == rank else Extra(a=A, b=B, rate=0.5)}
     fleet.checkpoint()
-    failed = fleet.events.facts("state.checkpoint_failed")
-    assert [e["step"]
-            for e in fleet.events.facts("state.checkpoint_published")] == [3] * is_published
+    failed = fleet.failed()
+    assert fleet.published() == [3] * is_published
     if is_published:
         assert not failed
         return
     assert len(failed) == 3 and len({e["error"] for e in failed}) == 1
-    assert f"the tensors of rank {'1, 2' if rank == 0 else '2'} differ from rank 0's" in failed[0][
-        "error"]
+    assert (f"the tensors of rank {'1, 2' if rank == 0 else '2'} differ from rank 0's"
+            in failed[0]["error"])
     assert all(worker.known.failures == 1 and worker.upload.share is None
                for worker in fleet.workers)
 
     def may_begin() -> set[bool]:
         hub = Hub(3)
         with ThreadPoolExecutor(3) as pool:
-            asked = [
-                pool.submit(worker.compare_tensors, state, Member(hub, number))
-                for number, (worker,
-                             state) in enumerate(zip(fleet.workers, fleet.states, strict=True))
-            ]
+            asked = [pool.submit(worker.compare_tensors, state, Member(hub, number))
+                     for number, (worker, state) in enumerate(fleet.pairs())]
         assert {one.result() for one in asked} == {None}
         return {not worker.are_mixed for worker in fleet.workers}
 
     parts = files(tmp_path, "parts")
     assert may_begin() == {False} and files(tmp_path, "parts") == parts
-    assert len(fleet.events.facts("state.checkpoint_failed")) == 6
+    assert len(fleet.failed()) == 6
     fleet.states[rank].extras = {"odd": Extra(a=A, b=B, rate=0.5)}
     assert may_begin() == {True}
-    fleet.train()
-    fleet.checkpoint()
+    fleet.publish()
     reader = Fleet(tmp_path, 2, steps=0)
     for state in reader.states:
         state.extras = {"odd": Extra()}
@@ -973,13 +911,11 @@ def test_a_checkpoint_fails_when_a_worker_has_packed_other_tensors(tmp_path: Pat
 def test_nothing_is_published_when_a_worker_writes_elsewhere(tmp_path: Path) -> None:
     """A newcomer whose shared disk is not mounted puts its share on a disk of its own: rank 0 sees
     that it is not there."""
-    fleet = Fleet(tmp_path / "shared", 2)
-    fleet.restore()
+    fleet = begun(tmp_path / "shared", 2)
     fleet.checkpoint()
     fleet.workers[1].upload.store = FolderStore(tmp_path / "own")
-    fleet.train()
-    fleet.checkpoint()
-    (failed,) = fleet.events.facts("state.checkpoint_failed")
+    fleet.publish()
+    (failed,) = fleet.failed()
     assert "same store" in failed["error"]
     assert Fleet(tmp_path / "shared", steps=0).restore() == [3]
 
@@ -987,8 +923,7 @@ def test_nothing_is_published_when_a_worker_writes_elsewhere(tmp_path: Path) -> 
 def test_a_folder_that_vanishes_is_unknown_and_not_empty(tmp_path: Path) -> None:
     """An unmounted disk must not look like a store without records: that would fence the
     attempt."""
-    fleet = Fleet(tmp_path / "disk")
-    fleet.restore()
+    fleet = begun(tmp_path / "disk")
     fleet.checkpoint()
     (tmp_path / "disk").rename(tmp_path / "elsewhere")
     fleet.workers[0].publisher.log.last = None
@@ -1000,8 +935,7 @@ def test_a_folder_that_vanishes_is_unknown_and_not_empty(tmp_path: Path) -> None
 def test_all_refuse_when_the_job_of_one_worker_is_another(tmp_path: Path) -> None:
     """No worker waits for ever for a worker whose model has another shape, and none continues
     without it."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
+    fleet = begun(tmp_path)
     for _ in range(2):
         fleet.checkpoint()
         fleet.train()
@@ -1014,23 +948,20 @@ def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(tmp_path: Path) -> N
     """After a fallback the refused one is not kept any more, also for a publisher who did not
     restore."""
     plan = Plan(part_bytes=100, keep_last=2)
-    fleet = Fleet(tmp_path, 1, plan)
-    fleet.restore()
-    fleet.publish(2)
+    begun(tmp_path, 1, plan).publish(2)
     part_of_step(tmp_path, 5).write_bytes(b"")
     reader = Fleet(tmp_path, 2, plan, steps=0)
     assert reader.restore() == [4, 4]
     reader.train(3)
     reader.workers[1].write_alone(reader.states[1])
-    assert sorted(CommitLog(FolderStore(tmp_path)).tail().kept.values()) == [4, 7]
+    assert kept_steps(tmp_path) == [4, 7]
 
 
 @pytest.mark.parametrize("where", ["packed", "thread"])
 def test_training_goes_on_when_a_snapshot_cannot_be_taken(tmp_path: Path, where: str,
                                                           monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no memory, or no thread. The vote reports the failure on all workers."""
-    fleet = Fleet(tmp_path, 2)
-    fleet.restore()
+    fleet = begun(tmp_path, 2)
     with monkeypatch.context() as patch:
         def fail(*_: Any, **__: Any) -> None:
             raise MemoryError("as planned")
@@ -1040,18 +971,17 @@ def test_training_goes_on_when_a_snapshot_cannot_be_taken(tmp_path: Path, where:
         else:
             patch.setattr("elastic_trainer.state.upload.threading.Thread", fail)
         fleet.checkpoint()
-    assert any("as planned" in e["error"] for e in fleet.events.facts("state.checkpoint_failed"))
+    assert any("as planned" in e["error"] for e in fleet.failed())
     fleet.checkpoint()
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3]
+    assert fleet.published() == [3]
 
 
 def test_training_goes_on_when_no_thread_can_be_had_for_the_record(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All parts are in the store. It is logged as any failure, and the next checkpoint is
     published."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
+    fleet = begun(tmp_path)
+    worker, state = fleet.first()
     worker.begin(state, 0, 1)
     worker.wait()
     with monkeypatch.context() as patch:
@@ -1059,37 +989,19 @@ def test_training_goes_on_when_no_thread_can_be_had_for_the_record(
             raise RuntimeError("can't start new thread, as planned")
 
         patch.setattr("elastic_trainer.state.publish.threading.Thread", fail)
-        worker.collect([worker.parts_up()], state.lineage, publish=True)
-    (failed,) = fleet.events.facts("state.checkpoint_failed")
-    assert "as planned" in failed[
-        "error"] and worker.known.failures == 1 and not worker.publisher.is_busy()
-    fleet.train()
-    fleet.checkpoint()
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [4]
+        worker.collect([worker.parts_up()], publish=True)
+    (failed,) = fleet.failed()
+    assert "as planned" in failed["error"] and worker.known.failures == 1
+    assert not worker.publisher.is_busy()
+    fleet.publish()
+    assert fleet.published() == [4]
     assert Fleet(tmp_path, steps=0).restore() == [4]
-
-
-def test_a_new_publisher_of_the_same_attempt_replaces_the_old_one(tmp_path: Path) -> None:
-    """The rank 0 before is fenced without an alarm, and may take over again later."""
-    fleet = Fleet(tmp_path, 2)
-    fleet.restore()
-    first, second = fleet.workers
-    for worker in (first, second, first, second):
-        fleet.train()
-        for w in fleet.workers:
-            w.drop("test")
-        worker.write_alone(fleet.states[0])
-    assert first.known.fenced is None and second.known.fenced is None
-    published = [e["step"] for e in fleet.events.facts("state.checkpoint_published")]
-    assert published[0] == 4 and CommitLog(FolderStore(tmp_path)).tail().step >= 5
-    assert published == sorted(published)
 
 
 def test_a_checkpoint_that_met_another_publisher_is_made_again(tmp_path: Path) -> None:
     """A worker that had lost the driver published what it held. The others try again at their next
     step."""
-    fleet = Fleet(tmp_path, 3)
-    fleet.restore()
+    fleet = begun(tmp_path, 3)
     fleet.checkpoint()
     cut_off, its_state = fleet.workers.pop(), fleet.states.pop()
     fleet.size = 2
@@ -1097,25 +1009,23 @@ def test_a_checkpoint_that_met_another_publisher_is_made_again(tmp_path: Path) -
     cut_off.write_alone(its_state)
     fleet.train(steps=2)
     fleet.checkpoint()
-    assert fleet.events.names().count(
-        "state.publisher_replaced") == 1 and fleet.workers[0].known.failures == 1
+    assert fleet.events.names().count("state.publisher_replaced") == 1
+    assert fleet.workers[0].known.failures == 1
     fleet.checkpoint()
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3, 4, 5]
+    assert fleet.published() == [3, 4, 5]
     assert fleet.workers[0].known.failures == 0 and fleet.workers[0].known.fenced is None
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
 def test_memory_for_a_checkpoint_made_alone_is_given_back(tmp_path: Path) -> None:
     """A share of the next one, together with the others, takes no more than a share."""
-    fleet = Fleet(tmp_path, 4)
-    fleet.restore()
+    fleet = begun(tmp_path, 4)
     fleet.checkpoint()
     alone, share_bytes = fleet.workers[0], fleet.workers[0].memory.room.numel()
     fleet.train()
     alone.write_alone(fleet.states[0])
     assert alone.memory.room.numel() > 2 * share_bytes
-    fleet.train()
-    fleet.checkpoint()
+    fleet.publish()
     assert alone.memory.room.numel() <= 2 * share_bytes
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
@@ -1124,32 +1034,29 @@ def test_a_value_that_cannot_be_kept_ends_the_training_when_the_checkpoint_begin
         tmp_path: Path) -> None:
     """It raises not when memory is made. A worker that is alone with the state goes on: its
     checkpoint fails with the reason."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    (worker,), (state,) = fleet.workers, fleet.states
+    fleet = begun(tmp_path)
+    worker, state = fleet.first()
     state.optimizer.state[next(state.model.parameters())]["odd"] = object()
     worker.memory.prepare(state, 1)
     with pytest.raises(CannotKeep, match=r"state/0\.weight/odd holds a object"):
         worker.begin(state, 0, 1)
     worker.begin(state, 0, 1, is_alone=True)
-    assert ticked(worker) == (
-        False, True) and worker.upload.share and "holds a object" in worker.upload.share.error
+    assert ticked(worker) == (False, True)
+    assert worker.upload.share and "holds a object" in worker.upload.share.error
 
 
 def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
     """The first pause, and the first in a smaller world, are as short as the others."""
-    fleet = Fleet(tmp_path, 4)
-    fleet.restore()
+    fleet = begun(tmp_path, 4)
     for size in (4, 3):
         del fleet.workers[size:], fleet.states[size:]
         fleet.size = size
         rooms = []
-        for worker, state in zip(fleet.workers, fleet.states, strict=True):
+        for worker, state in fleet.pairs():
             worker.memory.prepare(state, size)
             assert worker.memory.coming
             rooms.append(worker.memory.coming.result(60).data_ptr())
-        fleet.train()
-        fleet.checkpoint()
+        fleet.publish()
         assert [worker.memory.room.data_ptr() for worker in fleet.workers] == rooms
         assert all(worker.memory.coming is None for worker in fleet.workers)
     assert Fleet(tmp_path, steps=0).restore() == [5]
@@ -1158,37 +1065,23 @@ def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
 def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> None:
     """It drops the share that the world had in flight, never waits, retries after a failure, and
     ends with a checkpoint."""
-    fleet = Fleet(tmp_path, 2)
-    fleet.restore()
+    fleet = begun(tmp_path, 2)
     alone, state = fleet.workers[0], fleet.states[0]
     fleet.train()
-    for worker, its in zip(fleet.workers, fleet.states, strict=True):
-        worker.begin(its, fleet.workers.index(worker), 2)
+    fleet.begin()
     for _ in range(6):
         alone.go_on_alone(state)
-        if alone.upload.share and len(fleet.events.facts("state.checkpoint_failed")) == 0:
+        if alone.upload.share and len(fleet.failed()) == 0:
             alone.upload.share.error = "the store is away"
         alone.wait()
-    assert [e["step"]
-            for e in fleet.events.facts("state.checkpoint_published")] == [state.committed]
-    assert len(fleet.events.facts("state.checkpoint_failed")) == 1 and alone.upload.share is None
-
-
-def test_a_step_is_published_once_when_two_try(tmp_path: Path) -> None:
-    """A later publisher finds the step published and adds nothing."""
-    fleet = Fleet(tmp_path, 2)
-    fleet.restore()
-    fleet.workers[0].write_alone(fleet.states[0])
-    fleet.workers[1].write_alone(fleet.states[1])
-    assert [e["step"] for e in fleet.events.facts("state.checkpoint_published")] == [3]
-    assert fleet.workers[1].known.newest_step == 3
+    assert fleet.published() == [state.committed]
+    assert len(fleet.failed()) == 1 and alone.upload.share is None
 
 
 def test_a_record_that_vanishes_while_read_is_the_worlds_fault(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A network disk may list what it cannot open."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
+    fleet = begun(tmp_path)
     fleet.checkpoint()
     with monkeypatch.context() as patch:
         patch.setattr(FolderStore, "get",
@@ -1198,12 +1091,6 @@ def test_a_record_that_vanishes_while_read_is_the_worlds_fault(
             CommitLog(fleet.stores[0]).take_over(fleet.states[0].lineage)
     assert fleet.workers[0].find_published(fleet.states[0].lineage) == 3
     assert fleet.workers[0].find_published(fleet.states[0].lineage + 1) == -1
-
-
-def test_a_store_that_may_not_be_deleted_from_is_usable(tmp_path: Path) -> None:
-    """A retention lock, or a policy without s3:DeleteObject."""
-    ManyFaults.failing = {"delete"}
-    prove_put_if_absent(ManyFaults(tmp_path))
 
 
 class Careless(FolderStore):
@@ -1228,9 +1115,7 @@ def test_a_store_is_refused_when_it_ignores_the_condition(tmp_path: Path) -> Non
 def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path, change: dict[str,
                                                                                     Any]) -> None:
     """A name from a record never leads out of the parts' folder."""
-    fleet = Fleet(tmp_path)
-    fleet.restore()
-    fleet.checkpoint()
+    begun(tmp_path).checkpoint()
     record = CommitLog(FolderStore(tmp_path)).tail()
     assert parts_of(record)
     record.body["parts"][1] |= change
@@ -1263,22 +1148,6 @@ def test_auto_costs_no_more_than_its_share(cost_s: float, losses: int, observed_
     assert every.interval_s(cost_s=cost_s, losses=losses + 1, observed_s=observed_s,
                             step_s=1.0) <= interval * (1 + 1e-9)
     assert loss_every_s(losses + 1, observed_s) < loss_every_s(losses, observed_s)
-
-
-def test_a_checkpoint_costs_its_pause_and_what_steps_take_longer_beside_its_upload() -> None:
-    """Both as measured, the pause once; the steps by the lower median of the last uploads and of a
-    zero at first."""
-    timing = Timing(Cadence(), Launch(), EventFile(None))
-    assert timing.cost_s() == 0.0
-    for number, (pause_s, beside_s, beside, cost_s) in enumerate(
-        ((0.3, 0.15, 4, 0.3), (0.2, 0.15, 2, 0.2), (0.2, 0.15, 0, 0.2 + 2 * 0.05),
-         (0.1, 0.15, 0, 0.1))):
-        for _ in range(10):
-            timing.step(0.1, False)
-        timing.begun(number, pause_s)
-        for _ in range(beside):
-            timing.step(beside_s, True)
-        assert timing.cost_s() == pytest.approx(cost_s)
 
 
 def test_a_checkpoint_costs_no_less_than_its_pause() -> None:
@@ -1393,39 +1262,24 @@ def test_one_checkpoint_that_was_compared_stays(pauses: list[int], keep_last: in
 
 def test_what_was_withdrawn_is_restored_by_no_attempt(tmp_path: Path) -> None:
     """The newest of the others is restored, also when the checkpoint after it is on its way."""
-    fleet = Fleet(tmp_path, 2, steps=0)
-    fleet.restore()
+    fleet = begun(tmp_path, 2, steps=0)
     fleet.publish(3)
     fleet.train()
-    for rank, (worker, state) in enumerate(zip(fleet.workers, fleet.states, strict=True)):
-        worker.begin(state, rank, 2)
+    fleet.begin()
     assert fleet.workers[0].withdraw(fleet.states[0].lineage, 2) == 2
     assert fleet.workers[0].withdraw(fleet.states[0].lineage, 2) == 2
     assert Fleet(tmp_path, 2, steps=0).restore() == [2, 2]
-
-
-class LosesAnswers(FolderStore):
-    """Its put-if-absent of records takes effect, but the answer is lost."""
-
-    is_deaf = False
-
-    def put_if_absent(self, name: str, data: bytes) -> bool:
-        done = super().put_if_absent(name, data)
-        if self.is_deaf and name.startswith("log/"):
-            raise StoreUnavailable("no answer")
-        return done
 
 
 @pytest.mark.parametrize("before", [0, 2])
 def test_a_checkpoint_that_stands_unknown_to_its_publisher_is_withdrawn_too(
         tmp_path: Path, before: int) -> None:
     """Its put was given up, and had arrived: the next attempt would restore it."""
-    fleet = Fleet(tmp_path, store=LosesAnswers, steps=0)
-    fleet.restore()
+    fleet = begun(tmp_path, steps=0)
     fleet.publish(before)
-    fleet.stores[0].is_deaf = True
-    fleet.publish(1)
-    fleet.stores[0].is_deaf = False
+    fleet.fail("answer")
+    fleet.publish()
+    fleet.fail()
     assert fleet.workers[0].withdraw(fleet.states[0].lineage, before) == (before or -1)
     assert Fleet(tmp_path, steps=0).restore() == [before or 1]
 
@@ -1434,8 +1288,7 @@ def test_a_record_of_another_publisher_does_not_keep_a_checkpoint_from_being_wit
         tmp_path: Path) -> None:
     """A worker of the same attempt that wrote alone has followed ours; that is no error of the
     user's."""
-    fleet = Fleet(tmp_path, 2, steps=0)
-    fleet.restore()
+    fleet = begun(tmp_path, 2, steps=0)
     fleet.publish(2)
     fleet.train()
     fleet.workers[1].write_alone(fleet.states[1])
@@ -1445,10 +1298,9 @@ def test_a_record_of_another_publisher_does_not_keep_a_checkpoint_from_being_wit
 
 def test_nothing_is_withdrawn_when_nothing_would_be_left(tmp_path: Path) -> None:
     """A run must never start afresh for it, unless it had no checkpoint at all."""
-    fleet = Fleet(tmp_path, steps=0)
-    fleet.restore()
+    fleet = begun(tmp_path, steps=0)
     assert fleet.workers[0].withdraw(fleet.states[0].lineage, 5) == 0
-    fleet.publish(1)
+    fleet.publish()
     assert fleet.workers[0].withdraw(fleet.states[0].lineage, 0) == -1
     assert Fleet(tmp_path, steps=0).restore() == [1]
 

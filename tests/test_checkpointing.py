@@ -3,8 +3,6 @@ its table."""
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,14 +11,12 @@ from typing import Any
 import pytest
 from netlab import wait_for
 from simulated import Hub, Member
-from test_checkpoint import Fleet, files
+from test_checkpoint import Faulty, Fleet, files
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
 from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import PARTS, Part, Plan
-from elastic_trainer.state.store import FolderStore, StoreUnavailable
-from elastic_trainer.state.upload import Share
+from elastic_trainer.state.checkpoint import PARTS, Part, Plan, Share
 from elastic_trainer.training.checkpointing import (
     LAST_TRIES,
     LIFE,
@@ -30,7 +26,6 @@ from elastic_trainer.training.checkpointing import (
     Phase,
     is_last_wanted,
     is_leave_unsaved,
-    is_wanted,
     news_of,
     phase_of,
 )
@@ -40,26 +35,12 @@ from elastic_trainer.world.vote import CheckpointBallot, Outcome
 BY_VOTE = (News.WANTED, News.ALL_UPLOADED, News.ONE_FAILED)
 
 
-def decided(*,
-            uploaded: int = 0,
-            upload_failed: bool = False,
-            checkpoint: bool = False,
-            published: int = -1,
-            change_waits: bool = False) -> Outcome:
+def decided(**facts: Any) -> Outcome:
     """Return what a vote says that decides nothing else."""
-    return Outcome(voters=1,
-                   samples=0,
-                   digest=0,
-                   change=False,
-                   stop=False,
-                   has_failure=False,
-                   uploaded=uploaded,
-                   upload_failed=upload_failed,
-                   checkpoint=checkpoint,
-                   published=published,
-                   all_drain=False,
-                   change_waits=change_waits,
-                   differs=False)
+    nothing = {"voters": 1, "samples": 0, "digest": 0, "change": False, "stop": False,
+               "has_failure": False, "uploaded": 0, "upload_failed": False, "checkpoint": False,
+               "published": -1, "all_drain": False, "change_waits": False, "differs": False}
+    return Outcome(**nothing | facts)
 
 
 def share_of(parts: int, done: int, error: str = "") -> Share:
@@ -91,17 +72,6 @@ def test_a_vote_means_one_thing_for_the_checkpoint() -> None:
     assert news_of(decided(checkpoint=True), 2) is News.WANTED
 
 
-@pytest.mark.parametrize(("rank", "phase", "is_due", "wants_change", "is_unsaved"),
-                         list(itertools.product((0, 1), Phase, *[(False, True)] * 3)))
-def test_a_checkpoint_is_wanted_by_rank_0_alone_and_one_at_a_time(rank: int, phase: Phase,
-                                                                  is_due: bool, wants_change: bool,
-                                                                  is_unsaved: bool) -> None:
-    """Before a change of the world for a leave alone: what is not up by then is lost with it."""
-    wanted = is_wanted(rank, phase, is_due=is_due, wants_change=wants_change, is_unsaved=is_unsaved)
-    assert wanted == (rank == 0 and phase is Phase.IDLE
-                      and (is_unsaved if wants_change else is_due))
-
-
 def test_the_last_checkpoint_is_tried_a_few_times_and_not_twice() -> None:
     """Not where it is published, is on its way, or belongs to another attempt."""
     facts: dict[str, Any] = {"committed": 7, "newest_step": 5, "tries": 0, "is_fenced": False}
@@ -124,13 +94,11 @@ def test_a_leave_is_saved_by_a_checkpoint_of_the_step_at_which_it_was_noticed() 
 def test_every_life_of_a_checkpoint_comes_to_an_end() -> None:
     """By the table: from each phase there is a way to idle; a change of the world ends each; all
     phases are reached."""
-    after = {
-        phase: {
-            following
-            for (at, _), (_, ends) in LIFE.items() if at is phase for following in ends
-        }
-        for phase in Phase
-    }
+    after = {phase: {
+                 following
+                 for (at, _), (_, ends) in LIFE.items() if at is phase for following in ends
+             }
+             for phase in Phase}
     reached = {Phase.IDLE}
     for _ in Phase:
         reached |= {following for phase in reached for following in after[phase]}
@@ -153,33 +121,12 @@ class Leaving(Driver):
         return Wants(change=self.changes or self.leaves, host_leaves=self.leaves)
 
 
-class Held(FolderStore):
-    """A folder in which nothing is written until the test lets it go, and which fails when the test
-    says so."""
-
-    def __init__(self, root: Path):
-        super().__init__(root)
-        self.go, self.fails = threading.Event(), False
-
-    def put(self, name: str, body: Any) -> None:
-        assert self.go.wait(60)
-        if self.fails:
-            raise StoreUnavailable("no space left, as planned")
-        super().put(name, body)
-
-    def put_if_absent(self, name: str, body: Any) -> bool:
-        assert self.go.wait(60)
-        return super().put_if_absent(name, body)
-
-
 class Loops:
     """The loops of a world's workers, without steps: what each votes, and what it does by the
     vote."""
 
     def __init__(self, root: Path, size: int = 2, plan: Plan | None = None):
-        self.fleet = Fleet(root, size, plan or Plan(every=Cadence(steps=1), part_bytes=100), Held)
-        for store in self.stores:
-            store.go.set()
+        self.fleet = Fleet(root, size, plan or Plan(every=Cadence(steps=1), part_bytes=100))
         self.fleet.restore()
         self.drivers = [Leaving() for _ in range(size)]
         self.loops = [
@@ -196,7 +143,7 @@ class Loops:
         return [Member(hub, rank) for rank in range(self.fleet.size)]
 
     @property
-    def stores(self) -> list[Held]:
+    def stores(self) -> list[Faulty]:
         return self.fleet.stores
 
     def vote(self, ballots: list[CheckpointBallot]) -> Outcome:
@@ -238,12 +185,10 @@ def settled(phases: tuple[Phase, ...]) -> set[Phase]:
     """Return the phases that threads may have reached since."""
     found = set(phases)
     for _ in Phase:
-        found |= {
-            following
-            for (at, news), (_, ends) in LIFE.items()
-            if at in found and news not in BY_VOTE and news is not News.WORLD_CHANGED
-            for following in ends
-        }
+        found |= {following
+                  for (at, news), (_, ends) in LIFE.items()
+                  if at in found and news not in BY_VOTE and news is not News.WORLD_CHANGED
+                  for following in ends}
     return found
 
 
@@ -252,7 +197,7 @@ def loops(tmp_path: Path) -> Iterator[Loops]:
     made = Loops(tmp_path)
     yield made
     for store in made.stores:
-        store.go.set()
+        store.let_go()
     for worker in made.fleet.workers:
         worker.wait()
     made.pool.shutdown()
@@ -261,29 +206,28 @@ def loops(tmp_path: Path) -> Iterator[Loops]:
 def test_a_checkpoint_goes_through_its_phases_on_all_workers(loops: Loops) -> None:
     """Begun together, collected together when the last share is there; rank 0 alone publishes."""
     for store in loops.stores:
-        store.go.clear()
+        store.hold("put")
     assert loops.step().checkpoint and loops.phases() == [Phase.UPLOADING] * 2
-    loops.stores[1].go.set()
+    loops.stores[1].let_go()
     loops.until("share", lambda: loops.loops[1].phase is Phase.UPLOADED)
     assert loops.phases() == [Phase.UPLOADING, Phase.UPLOADED]
     assert not loops.step().checkpoint  # one at a time, though one is due at each step
-    loops.stores[0].go.set()
-    loops.until("record", lambda: loops.fleet.events.facts("state.checkpoint_published"))
-    [published, *_] = loops.fleet.events.facts("state.checkpoint_published")
-    assert published["step"] == 4
+    loops.stores[0].let_go()
+    loops.until("record", lambda: loops.fleet.published())
+    assert loops.fleet.published()[0] == 4
 
 
 def test_a_checkpoint_is_let_go_by_all_when_one_share_fails(loops: Loops) -> None:
     """By the next vote; and the one after it is made."""
-    loops.stores[1].fails = True
+    loops.stores[1].fail("put")
     loops.step()
-    loops.until("failure", lambda: loops.fleet.events.facts("state.checkpoint_failed"))
+    loops.until("failure", lambda: loops.fleet.failed())
     assert loops.phases() == [Phase.IDLE] * 2
     assert [worker.known.failures for worker in loops.fleet.workers] == [1, 1]
-    loops.stores[1].fails = False
+    loops.stores[1].fail()
     for loop in loops.loops:
         loop.timing.begun_at -= 60.0
-    loops.until("record", lambda: loops.fleet.events.facts("state.checkpoint_published"))
+    loops.until("record", lambda: loops.fleet.published())
 
 
 def test_the_world_waits_for_one_checkpoint_when_a_host_leaves(tmp_path: Path) -> None:
@@ -299,20 +243,20 @@ def test_the_world_waits_for_one_checkpoint_when_a_host_leaves(tmp_path: Path) -
     assert all(loop.is_saving() for loop in loops.loops)
     assert loops.step().checkpoint
     loops.until("all saved", lambda: not any(loop.is_saving() for loop in loops.loops))
-    assert len(loops.fleet.events.facts("state.checkpoint_published")) == 1
+    assert len(loops.fleet.published()) == 1
     assert not loops.step().checkpoint
 
 
 def test_a_new_generation_lets_go_what_another_world_has_begun(loops: Loops) -> None:
     """And tells nobody of it as of a failure."""
     for store in loops.stores:
-        store.go.clear()
+        store.hold("put")
     loops.step()
     assert loops.phases() == [Phase.UPLOADING] * 2
     for loop in loops.loops:
         loop.enter()
     assert loops.phases() == [Phase.IDLE] * 2
-    assert not loops.fleet.events.facts("state.checkpoint_failed")
+    assert not loops.fleet.failed()
 
 
 def test_questions_change_nothing(loops: Loops) -> None:
@@ -322,14 +266,12 @@ def test_questions_change_nothing(loops: Loops) -> None:
         driver.leaves = True
     for loop in loops.loops:
         def asked(loop: Checkpointing = loop) -> list[Any]:
-            return [
-                loop.phase, loop.fenced,
-                loop.is_moving(),
-                loop.newest_step(),
-                loop.is_saving(),
-                loop.ballot(0),
-                repr(loop)
-            ]
+            return [loop.phase, loop.fenced,
+                    loop.is_moving(),
+                    loop.newest_step(),
+                    loop.is_saving(),
+                    loop.ballot(0),
+                    repr(loop)]
 
         wait_for("share", lambda loop=loop: loop.phase is Phase.UPLOADED, 60)
         before = {name: value for name, value in vars(loop).items()}, dict(vars(loop.timing))
@@ -340,7 +282,7 @@ def test_questions_change_nothing(loops: Loops) -> None:
 def test_a_person_sees_where_it_is(loops: Loops) -> None:
     """In a debugger or a log: phase, step, parts, and what was published last."""
     for store in loops.stores:
-        store.go.clear()
+        store.hold("put")
     loops.step()
     share = loops.fleet.workers[0].upload.share
     assert share

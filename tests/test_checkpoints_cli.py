@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_checkpoint import Fleet
+from test_checkpoint import Fleet, begun
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.commands import checkpoint_actions
@@ -29,8 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, torch.nn.Module]
     """A store with four checkpoints, of which three are kept; returns it and the model of the
     newest."""
     folder = tmp_path_factory.mktemp("runs") / "checkpoints"
-    fleet = Fleet(folder, 2, steps=0)
-    fleet.restore()
+    fleet = begun(folder, 2, steps=0)
     for _ in range(4):
         fleet.train(10)
         fleet.checkpoint()
@@ -52,10 +51,8 @@ def test_shows_what_a_checkpoint_is_made_of(run: tuple[str, torch.nn.Module],
         assert main(["checkpoints", "show", run[0], *arguments]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert shown["step"] == step
-        starts = [
-            sum(part["bytes"] for part in shown["parts"][:n])
-            for n in range(len(shown["parts"]) + 1)
-        ]
+        starts = [sum(part["bytes"] for part in shown["parts"][:n])
+                  for n in range(len(shown["parts"]) + 1)]
         assert [part["start"] for part in shown["parts"]] + [shown["bytes"]] == starts
         assert {"name": "parameters/0.weight", "dtype": "float32", "shape": [8,
                                                                              4]} in shown["tensors"]
@@ -111,8 +108,7 @@ def training_on(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint."""
     def read_part(*arguments: Any) -> Any:
         monkeypatch.setattr(checkpoint_actions, "read_part", restore.read_part)
-        fleet.train()
-        fleet.checkpoint()
+        fleet.publish()
         return restore.read_part(*arguments)
 
     monkeypatch.setattr(checkpoint_actions, "read_part", read_part)
@@ -122,14 +118,12 @@ def test_what_a_run_lets_go_while_it_is_read_is_not_damaged(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str]) -> None:
     """A run that is being trained: verify says that it is no longer kept, export what to do."""
-    fleet = Fleet(tmp_path / "run",
+    fleet = begun(tmp_path / "run",
                   plan=Plan(part_bytes=100, keep_last=2),
                   steps=0,
                   optimizer="SGD")
-    fleet.restore()
     for _ in range(2):
-        fleet.train()
-        fleet.checkpoint()
+        fleet.publish()
     training_on(fleet, monkeypatch)
     assert main(["checkpoints", "verify", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
@@ -201,8 +195,7 @@ def test_export_has_what_the_models_state_dict_has(tmp_path: Path, is_old: bool)
         fleet.states[0].values = lambda: {  # type: ignore[method-assign]
             k: v for k, v in values().items() if k not in ("aliases", "left_out")}
     fleet.restore()
-    fleet.train()
-    fleet.checkpoint()
+    fleet.publish()
     output = tmp_path / "model.safetensors"
     assert main(["checkpoints", "export", str(tmp_path / "run"), str(output)]) == 0
     fresh, tensors = Tied(), load_file(output)

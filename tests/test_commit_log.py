@@ -42,13 +42,12 @@ from elastic_trainer.state import publish as publish_module
 from elastic_trainer.state import restore as restore_module
 from elastic_trainer.state import upload as upload_module
 from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Kept, Part, Plan, parts_of
+from elastic_trainer.state.checkpoint import Kept, Part, Plan, Share, parts_of
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Fenced, Record
 from elastic_trainer.state.layout import LayoutError, Packed, outline, pack
-from elastic_trainer.state.publish import Draft, Publisher
+from elastic_trainer.state.publish import Publisher
 from elastic_trainer.state.store import FolderStore, StoreUnavailable
-from elastic_trainer.state.upload import Share
 
 SEEDS = 800
 ACTORS = 4
@@ -330,11 +329,9 @@ class State:
 
     def _tensors(self) -> list[torch.Tensor]:
         # A part that seldom changes.
-        return [
-            torch.tensor([self.committed // 3, 7], dtype=torch.int32),
-            torch.frombuffer(bytearray(hashlib.sha256(self.content.encode()).digest()[:8]),
-                             dtype=torch.uint8)
-        ]
+        return [torch.tensor([self.committed // 3, 7], dtype=torch.int32),
+                torch.frombuffer(bytearray(hashlib.sha256(self.content.encode()).digest()[:8]),
+                                 dtype=torch.uint8)]
 
     def room(self, header: bytes, payload_bytes: int) -> Packed:
         return Packed(header,
@@ -399,10 +396,8 @@ def attempt(world: World, name: str) -> None:
             if world.records()[-1].writer != me.publisher.log.writer:
                 return  # a successor has let go what this one found: it would be fenced
             raise LawBroken(f"restoring {name}: {error}") from error
-    found = [
-        record for record in world.records()
-        if record.kind == "checkpoint" and record.sequence < state.lineage
-    ]
+    found = [record for record in world.records()
+             if record.kind == "checkpoint" and record.sequence < state.lineage]
     if state.content != (content_of(found[-1]) if found else ""):
         raise LawBroken(
             f"{name} has restored {state.content!r}, and the newest was record {found[-1].sequence}"
@@ -417,11 +412,11 @@ def attempt(world: World, name: str) -> None:
         state.content = f"{name}/{state.committed}/{state.lineage}"
         world.parent[state.content] = before_step
         share = begin(me, state)
-        upload(me, share, state)
+        upload(me, share)
         if share.error:
             me.drop()
             continue
-        draft = collected(me, share, state.lineage)
+        draft = collected(me, share)
         # It is cut off with its record on its way; the others go on.
         if world.chance.random() < 0.2 and not world.is_calm:
             old, me = me, another(worker, me, world)
@@ -445,16 +440,17 @@ def another(worker: Callable[[], Checkpoints], before: Checkpoints, world: World
     return me
 
 
-def collected(me: Checkpoints, share: Share, lineage: int) -> Draft:
+def collected(me: Checkpoints, share: Share) -> Share:
     """Collect the checkpoint that is up, as a world of one."""
     parts = sorted((Part(**entry) for entry in json.loads(me.parts_up())["parts"]),
                    key=lambda p: p.index)
     me.known.take(parts, share.step)
     me.upload.share = None
-    return Draft(share, lineage, parts)
+    share.all_parts = parts
+    return share
 
 
-def publish(me: Checkpoints, draft: Draft, world: World, name: str) -> None:
+def publish(me: Checkpoints, draft: Share, world: World, name: str) -> None:
     """Publish in this thread, with the same code, and check what it reports."""
     failures = me.known.failures
     me.publisher.publish(draft)
@@ -473,20 +469,20 @@ def begin(me: Checkpoints, state: State) -> Any:
     """Take the snapshot without a thread."""
     packed = state.packed()
     data = torch.cat([t.reshape(-1).view(torch.uint8) for t in packed.tensors])
-    share = Share(state.committed, 0.0, 0.0, packed.header, packed.payload_bytes, count=2, parts=2,
-                  pieces={0: data[:8], 1: data[8:16]})
+    share = Share(state.committed, 0.0, 0.0, state.lineage, packed.header, packed.payload_bytes,
+                  count=2, parts=2, pieces={0: data[:8], 1: data[8:16]})
     me.upload.share = share
     return share
 
 
-def upload(me: Checkpoints, share: Any, state: State) -> None:
+def upload(me: Checkpoints, share: Any) -> None:
     """Upload in this thread, with the same code."""
     import queue
 
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in share.pieces:
         waiting.put(index)
-    me.upload.send(share, waiting, state.lineage, me.known.reusable())
+    me.upload.send(share, waiting, me.known.reusable())
 
 
 def outcome(seeds: range) -> tuple[int, int, int]:
@@ -595,9 +591,9 @@ def remembered_names(patch: pytest.MonkeyPatch) -> None:
     did)."""
     kept = Publisher.next_record
 
-    def next_record(self: Publisher, last: Record, draft: Draft) -> Record | None:
+    def next_record(self: Publisher, last: Record, draft: Share) -> Record | None:
         record = kept(self, last, draft)
-        self.kept[last.sequence + 1] = Kept(frozenset(part.name for part in draft.parts))
+        self.kept[last.sequence + 1] = Kept(frozenset(part.name for part in draft.all_parts))
         return record
 
     patch.setattr(Publisher, "next_record", next_record)

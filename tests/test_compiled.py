@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_state import received
 from torch.utils.data import TensorDataset
 
 from elastic_trainer import Trainer, train
 from elastic_trainer.__main__ import main
-from elastic_trainer.state.layout import byte_ranges, decode, pack
+from elastic_trainer.state.layout import pack
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.determinism import (
     COMPILER_EXACT,
@@ -137,10 +138,8 @@ def with_prefix(values: dict[str, Any]) -> dict[str, Any]:
     old = copy.copy(values)
     for kind in ("parameters", "buffers"):
         old[kind] = {f"_orig_mod.{name}": tensor for name, tensor in values[kind].items()}
-    old["aliases"] = {
-        f"_orig_mod.{name}": f"_orig_mod.{own}"
-        for name, own in values["aliases"].items()
-    }
+    old["aliases"] = {f"_orig_mod.{name}": f"_orig_mod.{own}"
+                      for name, own in values["aliases"].items()}
     old["trained"] = [f"_orig_mod.{name}" for name in values["trained"]]
     optimizer = values["optimizer"]
     old["optimizer"] = {
@@ -161,9 +160,8 @@ def test_a_state_with_the_old_names_is_taken_over(is_compiled: bool) -> None:
     giver.model(torch.randn(4, 5)).square().mean().backward()
     giver.optimizer.step()
     packed = pack(with_prefix(giver.values()))
-    payload = torch.cat(list(byte_ranges(packed, 0, packed.payload_bytes)))
     assert taker.room(packed.header, packed.payload_bytes).payload_bytes == packed.payload_bytes
-    taker.load(decode(packed.header, payload))
+    taker.load(received(packed))
     assert taker.packed().header == giver.packed().header
     assert all(
         torch.equal(a, b)

@@ -53,10 +53,8 @@ def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> No
 
 def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None:
     """A copy of its own: nothing is shared with what came over the network."""
-    states = [
-        LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
-        for model in (scaled(), scaled())
-    ]
+    states = [LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
+              for model in (scaled(), scaled())]
     giver, taker = states
     giver.model(INPUT)
     packed = giver.packed()
@@ -68,10 +66,8 @@ def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None
 
 def test_a_successor_rolls_the_step_forward_with_the_first_microbatches_values() -> None:
     """What this process leaves for itself has them, as it has the gradient."""
-    states = [
-        LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
-        for model in (scaled(), scaled())
-    ]
+    states = [LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
+              for model in (scaled(), scaled())]
     before, after = states
     before.begin()
     before.model(INPUT)

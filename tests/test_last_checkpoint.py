@@ -63,7 +63,7 @@ def test_a_configuration_asks_for_no_checkpoint_but_the_last(
     assert [one["step"] for one in ears.facts("state.checkpoint_published")] == [4]
 
 
-@pytest.mark.parametrize("every", [False, True, 0.0, -1, "none", "never", "None", "00", "0s", "0%"])
+@pytest.mark.parametrize("every", [False, "never"])
 def test_another_spelling_of_none_is_refused_with_the_remedy(every: Any) -> None:
     """A mistake is not taken for an interval."""
     with pytest.raises(ConfigError, match="none but the last"):

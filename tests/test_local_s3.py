@@ -162,15 +162,11 @@ def test_another_user_finds_no_door(data: Path) -> None:
     alone; and it was not given what else is in the user's environment.
     """
     server, secret = the_server(), os.environ["AWS_SECRET_ACCESS_KEY"]
-    listening = {
-        connection.laddr
-        for connection in server.net_connections("all") if connection.status == "LISTEN"
-    }
+    listening = {connection.laddr
+                 for connection in server.net_connections("all") if connection.status == "LISTEN"}
     assert [where.ip for where in listening] == ["127.0.0.1"]
-    assert not [
-        argument for argument in server.cmdline()
-        if secret in argument or os.environ["AWS_ACCESS_KEY_ID"] in argument
-    ]
+    assert not [argument for argument in server.cmdline()
+                if secret in argument or os.environ["AWS_ACCESS_KEY_ID"] in argument]
     assert not {"NOT_ITS_BUSINESS", "AWS_SESSION_TOKEN"} & server.environ().keys()
     assert "AWS_SESSION_TOKEN" not in os.environ
     assert [path for path in (data, *data.rglob("*")) if path.stat().st_mode & 0o077] == []
@@ -193,10 +189,8 @@ def test_it_answers_while_other_clients_hold_connections() -> None:
     address = urlsplit(os.environ["AWS_ENDPOINT_URL_S3"])
     requests = (b"", b"GET / HTTP/1.1\r\nHost: x\r\n",
              b"PUT /x HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n")
-    held = [
-        socket.create_connection((str(address.hostname), int(address.port or 0)), 10)
-        for _ in range(90)
-    ]
+    held = [socket.create_connection((str(address.hostname), int(address.port or 0)), 10)
+            for _ in range(90)]
     for number, connection in enumerate(held):
         connection.sendall(requests[number % len(requests)])
     assert S3Store(STORE).get("object") == BODY

@@ -16,9 +16,8 @@ from test_trainer import in_a_breaking_world, trainer_of
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
-from elastic_trainer.state.live_state import LiveState, require_fit
+from elastic_trainer.state.live_state import LiveState, check_kinds, require_fit
 from elastic_trainer.state.module_attributes import ModuleAttributes, plain_attributes
-from elastic_trainer.state.received import check_kinds
 from elastic_trainer.training.differing import on_attributes
 
 Model = torch.nn.Module

@@ -15,9 +15,10 @@ import pytest
 import torch
 from optimizers import KEPT, Counting, Shrinking, parameters_of
 from test_loop import DATA, built, in_a_world, job, mse, trained
+from test_state import bytes_of, received
 
 from elastic_trainer import Trainer
-from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
+from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.replicas import Replica, ReplicasDisagree
 
@@ -49,16 +50,8 @@ def one_step(state: LiveState, step: int) -> None:
 def moved(giver: LiveState, taker: LiveState) -> None:
     """Let a newcomer receive the state, as bytes."""
     packed = giver.packed()
-    payload = torch.cat(list(byte_ranges(packed, 0, packed.payload_bytes)))
-    room = taker.room(packed.header, packed.payload_bytes)
-    assert room.payload_bytes == len(payload)
-    taker.load(decode(packed.header, payload))
-
-
-def bytes_of(state: LiveState) -> bytes:
-    packed = state.packed()
-    return packed.header + b"".join(
-        bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
+    assert taker.room(packed.header, packed.payload_bytes).payload_bytes == packed.payload_bytes
+    taker.load(received(packed))
 
 
 @pytest.mark.parametrize("kind", KEPT)
@@ -120,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_value_that_cannot_be_kept_is_an_error_behind_the_step_that_made_it(what: str) -> None:
+def test_a_value_that_cannot_be_kept_is_an_error_after_the_step_that_made_it(what: str) -> None:
     """It names the attribute: no checkpoint fails later, and no newcomer goes on without it."""
     made, named = REFUSED[what]
     kind = type("Refused", (Refused,), {"made": made})
@@ -186,14 +179,12 @@ def test_a_value_that_cannot_be_kept_is_an_error_when_a_step_moves_it(what: str)
         trained(model, Moving(model.parameters()), until="9 steps")
 
 
-HARMLESS: dict[str, Callable[[Any], Any]] = {
-    "code": lambda self: lambda: 1,
-    "a lock": lambda self: threading.Lock(),
-    "code by shape": lambda self: {(2, 3): lambda: 1},
-    "a logger": lambda self: logging.getLogger("x"),
-    "a type": lambda self: torch.float32,
-    "a device": lambda self: torch.device("cpu"),
-}
+HARMLESS: dict[str, Callable[[Any], Any]] = {"code": lambda self: lambda: 1,
+                                             "a lock": lambda self: threading.Lock(),
+                                             "code by shape": lambda self: {(2, 3): lambda: 1},
+                                             "a logger": lambda self: logging.getLogger("x"),
+                                             "a type": lambda self: torch.float32,
+                                             "a device": lambda self: torch.device("cpu")}
 
 
 @pytest.mark.parametrize("what", HARMLESS)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from test_state import received
 
-from elastic_trainer.state.layout import byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.replicas import (
     MOST_SLICES,
@@ -109,8 +109,7 @@ def test_replicas_are_the_same_when_one_was_received() -> None:
             parameter.data = torch.cat([torch.zeros(1),
                                         parameter.data.reshape(-1)])[1:].view(parameter.shape)
             assert parameter.data_ptr() % 8
-    packed = giver.packed()
-    taker.load(decode(packed.header, torch.cat(list(byte_ranges(packed, 0, packed.payload_bytes)))))
+    taker.load(received(giver.packed()))
     assert whole(Replica(taker)) == whole(Replica(giver))
 
 

@@ -24,7 +24,7 @@ from botocore.exceptions import ClientError
 from botocore.response import StreamingBody
 from faulty_proxy import STATUS, FaultyProxy, proxied
 from safetensors.torch import load, load_file
-from test_checkpoint import SMALL, Fleet
+from test_checkpoint import Fleet, begun
 from test_state import assert_one_wins
 
 from elastic_trainer.__main__ import main
@@ -66,10 +66,6 @@ def url(proxy: FaultyProxy, request: pytest.FixtureRequest) -> str:
     return f"s3://{s3_servers.BUCKET}/tests/{abs(hash(request.node.name))}-{time.monotonic_ns()}"
 
 
-def fleet(url: str, size: int = 2, plan: Plan = SMALL, **how: Any) -> Fleet:
-    return Fleet(Path("unused"), size, plan, store=lambda root: open_store(url), **how)
-
-
 def make_another(writers: Fleet) -> None:
     """Train a step and publish it, with parts of its own only."""
     writers.train()
@@ -86,30 +82,32 @@ def steps_in(url: str) -> set[int]:
 def test_any_world_restores_what_any_world_has_written(url: str) -> None:
     """Three write, two read, one reads; the store is proved first, and has no more than what is
     kept."""
-    writers = fleet(url, 3)
+    writers = Fleet(url, 3)
     assert writers.restore() == [None] * 3
     for _ in range(6):
         make_another(writers)
-    assert fleet(url, 2, steps=0).restore() == [9, 9]
-    assert fleet(url, 1, steps=0).restore() == [9]
+    assert Fleet(url, 2, steps=0).restore() == [9, 9]
+    assert Fleet(url, steps=0).restore() == [9]
     store = open_store(url)
     assert steps_in(url) == {7, 8, 9} and not writers.events.facts("state.rubbish_kept")
     assert store.list("log", limit=1) == store.list("log")[:1]
 
 
-def test_reads_no_more_of_an_object_than_is_asked_for(url: str) -> None:
-    """What stands at a record's name may be of any size."""
+def test_reads_no_more_of_an_object_than_is_asked_for(proxy: FaultyProxy, url: str) -> None:
+    """What stands at a record's name may be of any size. Nothing is asked for twice."""
     store, body = S3Store(url), bytes(range(256)) * 8000
     store.put("log/x", body)
-    for most in (1, 1000, s3.PIECE_BYTES, len(body) - 1, len(body), len(body) + 1, None):
+    proxy.seen.clear()
+    asked = (1, 1000, s3.PIECE_BYTES, len(body) - 1, len(body), len(body) + 1, None)
+    for most in asked:
         assert store.get("log/x", most) == body[:most]
-    assert store.retries == 0
+    assert len(proxy.seen) == len(asked)
 
 
 def test_garbage_is_collected_when_a_console_has_made_folders(url: str) -> None:
     """Their markers are objects whose names end with a slash: no name of ours, and no reason to
     stop."""
-    writers, store = fleet(url, 1), S3Store(url)
+    writers, store = Fleet(url), S3Store(url)
     writers.restore()
     for marker in ("parts/", "log/", "parts/000000000001-000000000004/"):
         key = f"{store.prefix}/{marker}"
@@ -144,14 +142,13 @@ def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, u
                                                            method: str, where: str) -> None:
     """Faults of the network are retried within bounds, and a lost answer is settled by the
     nonce."""
-    writers = fleet(url)
-    writers.restore()
+    writers = begun(url, 2)
     fault = proxy.fault(kind, method=method, contains=where, times=2)
     writers.checkpoint()
     assert fault.fired == 2
-    assert [e["step"] for e in writers.events.facts("state.checkpoint_published")] == [3]
+    assert writers.published() == [3]
     assert writers.workers[0].known.fenced is None
-    assert fleet(url, 1, steps=0).restore() == [3]
+    assert Fleet(url, steps=0).restore() == [3]
 
 
 @pytest.mark.parametrize(("kind", "method", "where"), READING)
@@ -159,11 +156,9 @@ def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, 
                                                   method: str, where: str) -> None:
     """Truncated, wrong or refused answers are requested again. The newest checkpoint is
     restored."""
-    writers = fleet(url)
-    writers.restore()
-    writers.publish(2)
+    begun(url, 2).publish(2)
     fault = proxy.fault(kind, method=method, contains=where, times=2)
-    reader = fleet(url, 2, steps=0)
+    reader = Fleet(url, 2, steps=0)
     assert reader.restore() == [5, 5]
     assert fault.fired >= 1 and not reader.events.facts("state.checkpoint_refused")
 
@@ -173,26 +168,23 @@ def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(
         proxy: FaultyProxy, url: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A load balancer answers 404 for good. That is unknown, not gone: the restore fails, and no
     checkpoint is passed over."""
-    writers = fleet(url)
-    writers.restore()
-    writers.publish(2)
+    begun(url, 2).publish(2)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
     monkeypatch.setattr("elastic_trainer.state.restore.RESTORE_S", -1.0)
     proxy.fault("bare_404", method="GET", contains=where, times=10**6)
-    (got,) = fleet(url, 1, steps=0).restore()
-    assert isinstance(got,
-                      StoreUnavailable) and not isinstance(got, StoreRefused) and "404" in str(got)
+    (got,) = Fleet(url, steps=0).restore()
+    assert isinstance(got, StoreUnavailable) and not isinstance(got, StoreRefused)
+    assert "404" in str(got)
     proxy.clear()
     assert sorted(CommitLog(open_store(url)).tail().kept.values()) == [4, 5]
-    assert fleet(url, 1, steps=0).restore() == [5]
+    assert Fleet(url, steps=0).restore() == [5]
 
 
 @pytest.mark.parametrize("kind", ["slow_down", "reset"])
 def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: str,
                                                       kind: str) -> None:
     """A deletion is retried as any request is."""
-    writers = fleet(url, plan=Plan(part_bytes=100, keep_last=1))
-    writers.restore()
+    writers = begun(url, 2, Plan(part_bytes=100, keep_last=1))
     writers.checkpoint()
     fault = proxy.fault(kind, method="POST", contains="delete", times=2)
     make_another(writers)
@@ -203,12 +195,10 @@ def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: s
 def test_each_part_is_read_once_when_many_restore(proxy: FaultyProxy, url: str) -> None:
     """The worker that has read a part hands it on to the others, so the store sends the state
     once."""
-    writers = fleet(url)
-    writers.restore()
-    writers.checkpoint()
+    begun(url, 2).checkpoint()
     parts = open_store(url).list(PARTS)
     proxy.seen.clear()
-    assert fleet(url, 3, steps=0).restore() == [3] * 3
+    assert Fleet(url, 3, steps=0).restore() == [3] * 3
     read = sorted(path.partition(f"/{PARTS}/")[2] for method, path, _ in proxy.seen
                   if method == "GET" and f"/{PARTS}/" in path)
     assert len(parts) > 3 and read == [name.removeprefix(f"{PARTS}/") for name in parts]
@@ -219,8 +209,7 @@ def test_training_goes_on_when_the_store_stays_away(proxy: FaultyProxy, url: str
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """Permission is lost, the bucket is gone, or requests are throttled for good. The failure is
     logged with the reason, and the next checkpoint stands when the store is back."""
-    writers = fleet(url)
-    writers.restore()
+    writers = begun(url, 2)
     proxy.fault(kind, method="PUT", times=10**6)
     with monkeypatch.context() as patch:
         patch.setattr(s3, "ATTEMPTS", 3)
@@ -228,9 +217,8 @@ def test_training_goes_on_when_the_store_stays_away(proxy: FaultyProxy, url: str
     failed, *_ = writers.events.facts("state.checkpoint_failed")
     assert STATUS[kind][1] in failed["error"]
     proxy.clear()
-    writers.train()
-    writers.checkpoint()
-    assert [e["step"] for e in writers.events.facts("state.checkpoint_published")] == [4]
+    writers.publish()
+    assert writers.published() == [4]
 
 
 @pytest.mark.parametrize(("kind", "remedy"),
@@ -255,36 +243,25 @@ def test_an_endpoint_is_refused_when_it_ignores_the_condition(proxy: FaultyProxy
 
 
 def test_settings_of_the_url_reach_the_server(proxy: FaultyProxy, url: str) -> None:
-    """Storage class and ACL go along with each PUT; anything else is refused."""
-    store = S3Store(url + "?ACL=private&StorageClass=STANDARD")
-    store.put("parts/a", b"x")
-    (headers,) = [headers for method, path, headers in proxy.seen if method == "PUT"]
-    assert headers["x-amz-acl"] == "private"
-    assert headers["x-amz-storage-class"] == "STANDARD"
+    """Storage class, ACL and encryption go along with each PUT, the conditional one too; anything
+    else is refused. Whether this server can encrypt is its own business."""
     with pytest.raises(StoreRefused, match="ServerSideEncryption"):
         S3Store(url + "?Body=x")
-
-
-def test_encryption_goes_along_with_parts_and_records(proxy: FaultyProxy, url: str) -> None:
-    """Also with the conditional PUT; whether this server can encrypt is its own business."""
-    store = S3Store(url + "?ServerSideEncryption=AES256")
+    store = S3Store(url + "?ACL=private&StorageClass=STANDARD&ServerSideEncryption=AES256")
     for put, name in ((store.put, "parts/a"), (store.put_if_absent, "log/1.json")):
         with suppress(StoreRefused):
             put(name, b"x")
-    sent = {
-        path.rpartition("/")[2]: headers
-        for method, path, headers in proxy.seen if method == "PUT"
-    }
-    assert {name: headers.get("x-amz-server-side-encryption")
-            for name, headers in sent.items()} == {"a": "AES256", "1.json": "AES256"}
-    assert sent["1.json"]["If-None-Match"] == "*"
+        headers = [headers for method, path, headers in proxy.seen if method == "PUT"][-1]
+        assert headers["x-amz-acl"] == "private"
+        assert headers["x-amz-storage-class"] == "STANDARD"
+        assert headers["x-amz-server-side-encryption"] == "AES256"
+        assert headers.get("If-None-Match") == ("*" if name.startswith("log") else None)
 
 
 def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     """ls, show, verify, prune and export, as with a folder."""
-    writers = fleet(url)
-    writers.restore()
+    writers = begun(url, 2)
     for _ in range(2):
         make_another(writers)
     rubbish = f"{PARTS}/000000000001-000000000002/000000-x.bin"
@@ -323,16 +300,13 @@ def test_a_host_with_a_wrong_clock_gets_an_error_that_names_the_clock(
 
 def test_checkpoints_do_not_look_at_clocks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A successor whose clock is a day behind takes over, publishes and is restored from."""
-    first = fleet(url)
-    first.restore()
-    first.checkpoint()
+    begun(url, 2).checkpoint()
     clock = time.time
     monkeypatch.setattr("elastic_trainer.state.publish.time.time", lambda: clock() - 86400)
-    second = fleet(url, 1, steps=0)
+    second = Fleet(url, steps=0)
     assert second.restore() == [3]
-    second.train()
-    second.checkpoint()
-    assert fleet(url, 1, steps=0).restore() == [4]
+    second.publish()
+    assert Fleet(url, steps=0).restore() == [4]
 
 
 def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str,
@@ -411,64 +385,64 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> S3Store:
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a//b", "a/../../b", "", "."])
 def test_refuses_a_name_when_it_leaves_the_prefix(nowhere: S3Store, name: str) -> None:
     """Before any request is made."""
-    store = nowhere
-    act: Callable[[str], Any]
-    for act in (store.get, lambda n: store.put(n, b""), lambda n: store.delete([n])):
+    acts: tuple[Callable[[str], Any], ...] = (
+        nowhere.get, lambda n: nowhere.put(n, b""), lambda n: nowhere.delete([n]))
+    for act in acts:
         with pytest.raises(ValueError, match="no name"):
             act(name)
 
 
-@pytest.mark.parametrize(("code", "status", "is_refused", "retries"), [
-    ("AccessDenied", 403, True, 0), ("NoSuchBucket", 403, True, 0),
-    ("InvalidStorageClass", 400, True, 0), ("AccessControlListNotSupported", 400, True, 0),
-    ("KMS.NotFoundException", 400, True, 0),
+class Refusing:
+    """S3's client, which refuses the first puts with these codes and statuses."""
+
+    def __init__(self, *refusals: tuple[str, int]):
+        self.left, self.puts = list(refusals), 0
+
+    def put_object(self, **_: Any) -> None:
+        self.puts += 1
+        if self.left:
+            code, status = self.left.pop(0)
+            raise ClientError({"Error": {"Code": code, "Message": "It is so"},
+                               "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+
+
+@pytest.mark.parametrize(("code", "status", "is_refused", "puts"), [
+    ("AccessDenied", 403, True, 1), ("NoSuchBucket", 403, True, 1),
+    ("InvalidStorageClass", 400, True, 1), ("AccessControlListNotSupported", 400, True, 1),
+    ("KMS.NotFoundException", 400, True, 1),
     # A clock is set and credentials are renewed while the run waits.
-    ("ExpiredToken", 403, False, 0), ("RequestTimeTooSkewed", 403, False, 0),
-    ("BadDigest", 400, False, 1), ("SlowDown", 503, False, 1)])
+    ("ExpiredToken", 403, False, 1), ("RequestTimeTooSkewed", 403, False, 1),
+    ("BadDigest", 400, False, 2), ("SlowDown", 503, False, 2)])
 def test_what_no_retry_can_mend_is_refused_and_what_passes_is_not(
         nowhere: S3Store, monkeypatch: pytest.MonkeyPatch, code: str, status: int,
-        is_refused: bool, retries: int) -> None:
+        is_refused: bool, puts: int) -> None:
     """With a remedy, or with the server's own error: no run starts, and rents machines, with a
     store that will never take a checkpoint."""
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
-
-    def refuse(**_: Any) -> None:
-        raise ClientError({"Error": {"Code": code, "Message": "It is so"},
-                           "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
-
-    monkeypatch.setattr(nowhere._client, "put_object", refuse)
+    nowhere._client = client = Refusing(*[(code, status)] * 2)
     text = s3.REMEDIES[code][:20] if code in s3.REMEDIES else "It is so"
     with pytest.raises(StoreUnavailable, match=f"{code}. {text}") as raised:
         nowhere.put("parts/a", b"x")
-    assert isinstance(raised.value, StoreRefused) == is_refused and nowhere.retries == retries
+    assert isinstance(raised.value, StoreRefused) == is_refused and client.puts == puts
 
 
-def test_the_user_s_random_numbers_do_not_depend_on_the_network(
-        nowhere: S3Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_s_random_numbers_do_not_depend_on_the_network(nowhere: S3Store) -> None:
     """An upload runs in a thread beside the user's code. Its retries, and botocore's reading of a
     role's credentials, draw from generators of their own."""
     before = random.getstate()
-    store, refusals = nowhere, [503, 503]
-
-    def put(**_: Any) -> None:
-        if refusals:
-            raise ClientError({"Error": {"Code": "SlowDown"}, "ResponseMetadata":
-                               {"HTTPStatusCode": refusals.pop()}}, "PutObject")
-
-    monkeypatch.setattr(store._client, "put_object", put)
-    store.put("parts/a", b"x")
+    nowhere._client = client = Refusing(*[("SlowDown", 503)] * 2)
+    nowhere.put("parts/a", b"x")
     role = botocore.utils.InstanceMetadataFetcher()
     role._evaluate_expiration({"expiry_time": "2026-01-01T00:00:00Z"})
-    assert store.retries == 2 and random.getstate() == before
+    assert client.puts == 3 and random.getstate() == before
 
 
 @pytest.mark.usefixtures("nowhere")
-def test_refuses_a_bucket_s_name_that_is_none() -> None:
+def test_refuses_a_bucket_s_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """At once."""
-    store = S3Store("s3://not_a+bucket/x")
+    monkeypatch.setattr(time, "sleep", lambda s: pytest.fail("it was tried again"))
     with pytest.raises(StoreRefused, match="--store"):
-        store.put("parts/a", b"x")
-    assert store.retries == 0
+        S3Store("s3://not_a+bucket/x").put("parts/a", b"x")
 
 
 @pytest.mark.parametrize(("sent", "is_whole"), [(b"0123456789", True), (b"012345678", False),

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, fill_range, pack, unpack
+from elastic_trainer.state.layout import (
+    LayoutError,
+    Packed,
+    byte_ranges,
+    decode,
+    fill_range,
+    pack,
+    unpack,
+)
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import FolderStore, Store, StoreRefused, StoreUnavailable
 
@@ -33,20 +41,23 @@ def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> LiveSta
 
 def bytes_of(state: LiveState) -> bytes:
     packed = state.packed()
-    return packed.header + b"".join(
-        bytes(p.numpy().tobytes()) for p in byte_ranges(packed, 0, packed.payload_bytes))
+    return packed.header + payload(packed).numpy().tobytes()
 
 
-def payload(packed: Any) -> torch.Tensor:
+def payload(packed: Packed) -> torch.Tensor:
     return torch.cat(list(byte_ranges(packed, 0, packed.payload_bytes)))
+
+
+def received(packed: Packed) -> Any:
+    """Return a state's values as another process gets them, as bytes."""
+    return decode(packed.header, payload(packed))
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad", "RMSprop"])
 def test_a_newcomer_has_the_same_bytes_when_it_has_received_the_state(optimizer: str) -> None:
     """Weights, moments, counters and groups, also into an optimizer that never stepped (F6, F7)."""
     giver, taker = trained(3, optimizer=optimizer), trained(0, optimizer=optimizer)
-    packed = giver.packed()
-    taker.load(decode(packed.header, payload(packed)))
+    taker.load(received(giver.packed()))
     assert bytes_of(taker) == bytes_of(giver)
     # And goes on to the same bytes: nothing is aliased, nothing is missing.
     for state in (giver, taker):
@@ -63,7 +74,7 @@ def test_nothing_is_changed_when_the_state_is_another_models() -> None:
     taker = trained(0, width=9)
     before, packed = bytes_of(taker), trained().packed()
     with pytest.raises(LayoutError, match="in this model"):
-        taker.load(decode(packed.header, payload(packed)))
+        taker.load(received(packed))
     assert bytes_of(taker) == before
     assert taker.has_state
 
@@ -76,10 +87,8 @@ def test_the_weights_stay_until_all_bytes_have_come() -> None:
         parameter.grad = torch.ones_like(parameter)
     before, packed = bytes_of(taker), giver.packed()
     room, data = taker.room(packed.header, packed.payload_bytes), payload(packed)
-    grads = {
-        parameter.grad.data_ptr()
-        for parameter in taker.model.parameters() if parameter.grad is not None
-    }
+    grads = {parameter.grad.data_ptr() for parameter in taker.model.parameters()
+             if parameter.grad is not None}
     assert grads <= {tensor.data_ptr() for tensor in room.tensors}
     half = len(data) // 2
     fill_range(room, half, data[half:])
@@ -100,41 +109,13 @@ def test_refuses_another_models_values_before_there_is_a_byte() -> None:
         trained(0).room(packed.header, packed.payload_bytes - 1)
 
 
-@pytest.mark.parametrize("spoil", ["short", "long", "header", "shape", "dtype"])
-def test_refuses_bytes_that_do_not_match_the_header(spoil: str) -> None:
+@pytest.mark.parametrize(("was", "now", "times"), [
+    (b"", b"", 0), (b"", b"", 2), (b"}}", b"", 1), (b"[10]", b"[-1]", 1), (b"int64", b"save", 1)])
+def test_refuses_bytes_that_do_not_match_the_header(was: bytes, now: bytes, times: int) -> None:
     """Every length is checked before anything is built."""
     packed = pack({"a": torch.arange(10), "b": [1, (2.5, None)]})
-    header, data = packed.header, payload(packed)
-    match spoil:
-        case "short":
-            data = data[:-1]
-        case "long":
-            data = torch.cat([data, data])
-        case "header":
-            header = header[:-3]
-        case "shape":
-            header = header.replace(b"[10]", b"[-1]")
-        case "dtype":
-            header = header.replace(b"int64", b"save")
     with pytest.raises(LayoutError):
-        decode(header, data)
-
-
-def test_values_come_back_when_packed() -> None:
-    """Tuples stay tuples, integer keys stay integers, empty and 0-dimensional tensors stay what
-    they are."""
-    values = {
-        "t": (1, "x", None, True, 2.5), 3: [torch.tensor(7.0), torch.empty(0, 4)],
-        "b": torch.ones(3).bfloat16(), "inf": float("inf")
-    }
-    packed = pack(values)
-    back = decode(packed.header, payload(packed))
-    assert back["t"] == values["t"] and back["inf"] == float("inf")
-    assert back[3][0].shape == () and back[3][1].shape == (0, 4)
-    assert torch.equal(back["b"], values["b"])
-    for odd, kind in ((lambda: None, "function"), (torch.ones(3).to_sparse(), "Tensor")):
-        with pytest.raises(TypeError, match=f"extras/metrics/f holds a {kind}"):
-            pack({"extras": {"metrics": {"f": [1, odd]}}})
+        decode(packed.header.replace(was, now), payload(packed).repeat(times))
 
 
 @pytest.mark.parametrize("flag", ["fused", "capturable", None])
@@ -145,8 +126,7 @@ def test_the_optimizers_count_is_where_torch_wants_it(flag: str | None) -> None:
     taker = LiveState(model, torch.optim.AdamW(model.parameters()))
     if flag:
         giver.optimizer.param_groups[0][flag] = True
-    packed = giver.packed()
-    taker.load(decode(packed.header, payload(packed)))
+    taker.load(received(giver.packed()))
     assert len(taker.optimizer.state) == 6
     for kept in taker.optimizer.state.values():
         assert {key: value.device.type for key, value in kept.items()} == {

@@ -51,7 +51,7 @@ def store(tmp_path: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Death:
-    """Kills one worker, or all, at the n-th matching request behind the death before; `then` is the
+    """Kills one worker, or all, at the n-th matching request after the death before; `then` is the
     fate of the request."""
 
     contains: str

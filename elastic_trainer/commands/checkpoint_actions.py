@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.checkpoint import empty_payload, header_of, is_best, names_of, parts_of
+from elastic_trainer.state.checkpoint import empty_payload, header_of, is_best, kept_of, parts_of
 from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
 from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline
+from elastic_trainer.state.live_state import check_kinds
 from elastic_trainer.state.names import with_plain_names
 from elastic_trainer.state.publish import delete_unreferenced
-from elastic_trainer.state.received import check_kinds
 from elastic_trainer.state.restore import read_part
 from elastic_trainer.state.store import Store, StoreUnavailable
 from elastic_trainer.state.stores import open_store
@@ -163,7 +163,7 @@ def _is_kept(log: CommitLog, sequence: int) -> bool:
 
 
 def _prune(store: Store, log: CommitLog, tail: Record) -> int:
-    removed = delete_unreferenced(store, tail, partial(names_of, log))
+    removed = delete_unreferenced(store, tail, partial(kept_of, log))
     print(f"deleted {len(removed)} parts that no checkpoint needs")
     return 0
 

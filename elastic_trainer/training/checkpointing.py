@@ -29,13 +29,12 @@ from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.evaluate.best import Best
 from elastic_trainer.events.log import Events
 from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Peers, Plan
+from elastic_trainer.state.checkpoint import Peers, Plan, Share
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import Fenced
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable
 from elastic_trainer.state.stores import open_store
-from elastic_trainer.state.upload import Share
 from elastic_trainer.training.timing import Timing, Told, no_checkpoint, tell_last, unsaved
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Driver
@@ -305,7 +304,7 @@ class Checkpointing:
                 self._begin(checkpoints, world)
             case Action.COLLECT:
                 texts = world.gather_texts(checkpoints.parts_up())
-                checkpoints.collect(texts, self.state.lineage, publish=world.rank == 0)
+                checkpoints.collect(texts, publish=world.rank == 0)
             case Action.DROP:
                 checkpoints.drop()
 
