@@ -350,3 +350,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return a sentence with the known name that is most like one; "" if none is."""
     found = get_close_matches(name, list(known), 1)
     return f" Did you mean {found[0]}?" if found else ""
+
+# --- the words of messages ------------------------------------------------------------------------
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """What messages call the caller's options, and the places of the caller's code: train() and
+    Trainer differ in some."""
+
+    name: str
+    api: str
+    inside: str
+    """Where code runs for each batch."""
+    after: str
+    """Where code runs for each finished step."""
+    loss: str
+    """The beginning of a sentence on what the caller gave as the loss."""
+
+
+OF_TRAIN = Words(name="train", api="train()", inside="in loss", after="in after_step",
+                 loss="loss(model, batch) returned")
+OF_TRAINER = Words(name="Trainer", api="Trainer", inside="in the inner loop",
+                   after="after the inner loop", loss="step.backward() got")

@@ -105,7 +105,7 @@ class LiveState:
         self.committed = 0
         """Steps that are finished: the number of the step to do next."""
         self.phase, self.phases = 0, 1
-        """The phase of that step to do next, and how many a step has (several_optimizers.py)."""
+        """The phase of that step to do next, and how many a step has (optimizers.py)."""
         self.prepared = self.begun = 0
         """Ticks begun: one more than `ticks` while a phase is in flight, and after it broke."""
         self.has_state = False

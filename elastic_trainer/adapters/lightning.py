@@ -65,15 +65,13 @@ Lightning = Callable[[str], Any]
 
 
 @shows_options(Common)
-def fit(
-    module: Any, datamodule: Any = None, *, train_dataloaders: Any = None,
-    val_dataloaders: Any = None, max_epochs: int | None = None, max_steps: int = -1,
-    devices: int | None = None, global_batch: int | None = None, microbatches: int | None = None,
-    accelerator: str = "auto", callbacks: Any = (), check_val_every_n_epoch: int = 1,
-    val_check_interval: int | float = 1.0,
-    gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None,
-    precision: int | str = "32-true", **options: Unpack[Common],
-) -> Result:
+def fit(module: Any, datamodule: Any = None, *, train_dataloaders: Any = None,
+        val_dataloaders: Any = None, max_epochs: int | None = None, max_steps: int = -1,
+        devices: int | None = None, global_batch: int | None = None,
+        microbatches: int | None = None, accelerator: str = "auto", callbacks: Any = (),
+        check_val_every_n_epoch: int = 1, val_check_interval: int | float = 1.0,
+        gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None,
+        precision: int | str = "32-true", **options: Unpack[Common]) -> Result:
     """Train a LightningModule to the end, on every worker, and return the result of the run.
 
     Arguments of `lightning.Trainer` and its `fit` have the same meaning. `devices` is the number of
@@ -144,7 +142,6 @@ def _refuse(module: Any, lightning: Lightning, state: Mapping[str, Any]) -> None
 
 
 def _options(precision: int | str, clip: float | None, algorithm: str | None) -> dict[str, Any]:
-    """Return the options of a Trainer for precision and clipping. Raises ConfigError."""
     if precision not in PRECISIONS:
         raise ConfigError(f"precision is {precision!r}. Use one of \"32-true\", \"bf16-mixed\", "
                           f"\"16-mixed\": weights keep their type.")
@@ -198,7 +195,6 @@ def _move(module: Any, accelerator: str) -> None:
 
 
 def _flow(seen: StandIn, lightning: Lightning, sources: Sources) -> Flow:
-    """Build the optimizer and all that runs around the steps."""
     module, base = seen.lightning_module, lightning("core").LightningModule
     skipped = frozenset([*vars(base()), "log"])
     optimizer, schedulers = configured(module.configure_optimizers())
@@ -212,8 +208,6 @@ def _flow(seen: StandIn, lightning: Lightning, sources: Sources) -> Flow:
 
 @dataclass(frozen=True, kw_only=True)
 class Sources:
-    """The data of a run."""
-
     train: Source
     validations: list[Source]
 
@@ -238,8 +232,6 @@ class Sources:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """The numbers of a run."""
-
     global_batch: int
     microbatches: int
     steps_per_epoch: int
@@ -248,7 +240,6 @@ class Numbers:
     @staticmethod
     def of(source: Source, devices: int | None, global_batch: int | None, microbatches: int | None,
            max_epochs: int | None, max_steps: int) -> Numbers:
-        """Return the numbers of a run. Raises ConfigError."""
         each, samples = source.batch_size, source.samples
         if (devices is None) == (global_batch is None):
             raise ConfigError(
@@ -275,7 +266,6 @@ class Numbers:
 
 
 def _require_intervals(epochs: int, interval: int | float, steps_per_epoch: int) -> None:
-    """Raise ConfigError for an interval of validations that cannot be."""
     if type(epochs) is not int or epochs < 1:
         raise ConfigError(f"check_val_every_n_epoch is {epochs!r}. Use a whole number from 1.")
     is_share = type(interval) is float and 0 < interval <= 1

@@ -35,8 +35,6 @@ Plain = (bool, int, float, str, type(None))
 
 
 class Attributes:
-    """The plain attributes of one object."""
-
     def __init__(self, of: Any, without: frozenset[str] = frozenset()):
         self._of, self._without = of, without
         self._initial = {name: copy.deepcopy(value) for name, value in self._plain()}
@@ -48,7 +46,6 @@ class Attributes:
 
     @contextmanager
     def constant(self, where: str, instead: str, is_trial: bool = False) -> Iterator[None]:
-        """Raise RuntimeError if an attribute changes in this block."""
         before = self._marks()
         yield
         if is_trial or (after := self._marks()) == before:
@@ -64,7 +61,6 @@ class Attributes:
     # --- in the state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the attributes that have changed since the beginning."""
         return {name: value for name, value in self._plain()
                 if name not in self._initial or not _is_same(value, self._initial[name])}
 
@@ -78,7 +74,6 @@ class Attributes:
 
 
 def is_plain(value: Any, depth: int = 0) -> bool:
-    """Return whether a value can be kept in a checkpoint."""
     if type(value) in Plain:
         return True
     if type(value) is torch.Tensor:
@@ -114,8 +109,7 @@ def _is_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool(
-            (one == other).all())
+        return one.shape == other.shape and one.dtype == other.dtype and bool((one == other).all())
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, dict):

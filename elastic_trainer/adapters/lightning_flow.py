@@ -36,7 +36,7 @@ from elastic_trainer.adapters.lightning_trainer import StandIn
 from elastic_trainer.evaluate.evaluation import Examination
 from elastic_trainer.evaluate.sums import Found, means_of
 from elastic_trainer.training.job import Job
-from elastic_trainer.training.step import Step, end_run, log_behind, note_rates, sums_of
+from elastic_trainer.training.step import Step, end_run, log_after, note_rates, sums_of
 from elastic_trainer.training.trainer import Trainer
 
 BATCH = (
@@ -72,8 +72,6 @@ class Outputs(dict[str, Any]):
 
 
 class States:
-    """The metrics of the module, as an evaluation uses metrics."""
-
     def __init__(self, flow: Any):
         self.names = frozenset[str]()
         self.reset, self.states = flow.metrics.reset, flow.metrics.states
@@ -104,7 +102,6 @@ class Validation(Examination):
             return super().found(number, following)
 
     def _step(self, model: torch.nn.Module, batch: Any) -> dict[str, Any]:
-        """Run validation_step, and return what it has logged."""
         flow, module = self._flow, self._flow.module
         with (flow._attributes["module"].constant("validation_step", "on_validation_epoch_end"),
               flow.inside("validation_step")):
@@ -143,9 +140,8 @@ class Validation(Examination):
 class Flow:
     """The hooks around the steps of one run, on this worker."""
 
-    def __init__(self, seen: StandIn, logs: Logs, metrics: ModuleMetrics,
-                 validations: list[Source], schedulers: Schedulers | None,
-                 skipped: frozenset[str]):
+    def __init__(self, seen: StandIn, logs: Logs, metrics: ModuleMetrics, validations: list[Source],
+                 schedulers: Schedulers | None, skipped: frozenset[str]):
         self.seen, self.logs, self.metrics = seen, logs, metrics
         self.validations, self.schedulers = validations, schedulers
         self.module = seen.lightning_module
@@ -214,7 +210,6 @@ class Flow:
         step.log(**sums)
 
     def after_transfer(self, batch: Any, dataloader: int = 0) -> Any:
-        """Return the batch as the datamodule's, or the module's, hook makes it."""
         data = self.seen.datamodule
         owner = data if data is not None and has_own_transfer(data) else self.module
         return owner.on_after_batch_transfer(batch, dataloader)
@@ -240,7 +235,7 @@ class Flow:
             self._end_epoch(step, epoch, ends_epoch)
         if self.monitor and (has_validated or (ends_epoch and not self.validations)):
             elastic._worker.take_for_best(logs.callback)
-        log_behind(step, logs.fresh)
+        log_after(step, logs.fresh)
         logs.fresh = {}
         if seen.should_stop and not is_last:
             self._stop(step, elastic)
@@ -310,13 +305,11 @@ class Flow:
         return parts | ({} if data is None else {"datamodule": data})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what belongs to the state of the run."""
         return {"parts": {name: one.state_dict() for name, one in self._parts().items()},
                 "callbacks": {key: one.state_dict() for key, one in self._callbacks.items()},
                 "stops": self.seen.should_stop}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take over the state of the run."""
         for name, one in self._parts().items():
             if name in values["parts"]:
                 one.load_state_dict(values["parts"][name])
@@ -340,7 +333,6 @@ def by_key(callbacks: list[Any]) -> dict[str, Any]:
 
 
 def loss_of(returned: Any) -> torch.Tensor:
-    """Return the loss that training_step has returned. Raises RuntimeError."""
     loss = returned.get("loss") if isinstance(returned, Mapping) else returned
     if not isinstance(loss, torch.Tensor):
         kind = (f"a dict with {sorted(returned)}" if isinstance(returned, Mapping)
@@ -350,13 +342,11 @@ def loss_of(returned: Any) -> torch.Tensor:
 
 
 def without_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off."""
     if torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
 
 def has_own_transfer(datamodule: Any) -> bool:
-    """Return whether a datamodule overrides on_after_batch_transfer."""
     return not type(datamodule).on_after_batch_transfer.__module__.startswith(
         ("lightning.", "pytorch_lightning."))

@@ -10,8 +10,6 @@ What always holds:
 2. A scheduler is stepped where Lightning steps it: at the end of a step, at the end of an epoch,
    or, if it follows a metric, after the validation.
 3. All schedulers are one torch scheduler to the trainer. So they are part of the state.
-4. What would change batches, order or rates, and is not taken over, is an error that names it, with
-   the remedy.
 
 Source: torch 2.13, utils/data/dataloader.py and sampler.py; lightning 2.6,
 pytorch/core/optimizer.py and pytorch/loops/training_epoch_loop.py.
@@ -55,7 +53,6 @@ class Source:
 
 
 def source_of(given: Any, what: str) -> Source:
-    """Take a DataLoader apart. Raises ConfigError."""
     if not isinstance(given, DataLoader):
         raise ConfigError(
             f"{what} is a {type(given).__name__}. Give one DataLoader with a map-style dataset: "
@@ -112,7 +109,6 @@ def _loader_of(given: DataLoader[Any]) -> Loader | None:
 
 
 def training_source(given: Any) -> Source:
-    """Take the DataLoader of the training apart. Raises ConfigError."""
     if given is None:
         raise ConfigError("there is no DataLoader for the training. Give a datamodule, a module "
                           "with train_dataloader(), or train_dataloaders=….")
@@ -257,7 +253,6 @@ class Schedulers(LRScheduler):
         return [one.scheduler for one in self.given]
 
     def step(self, epoch: int | None = None) -> None:
-        """End a step: let each scheduler that is due set the rates of the next one."""
         number, place = divmod(self.last_epoch, self._per_epoch)
         self.last_epoch += 1
         for one in self.given:
@@ -283,12 +278,10 @@ class Schedulers(LRScheduler):
         return has_seen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each scheduler."""
         return {"last_epoch": self.last_epoch,
                 "_members": [one.scheduler.state_dict() for one in self.given]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of each scheduler."""
         self.last_epoch = state_dict["last_epoch"]
         for one, values in zip(self.given, state_dict["_members"], strict=True):
             one.scheduler.load_state_dict(values)
@@ -296,5 +289,4 @@ class Schedulers(LRScheduler):
 
 def rates_of(optimizer: Optimizer, given: list[Scheduled], steps_per_epoch: int
              ) -> Schedulers | None:
-    """Return the schedulers as one; None if there are none."""
     return Schedulers(optimizer, given, steps_per_epoch) if given else None

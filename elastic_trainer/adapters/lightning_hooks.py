@@ -3,10 +3,8 @@ refused if a script has them.
 
 module, datamodule, callbacks → here → ConfigError, or what lightning_flow.py calls
 
-What always holds:
-1. Each hook of Lightning stands in one of the tables. A test compares them with the installed
-   version.
-2. A hook that is overridden is called as Lightning calls it, or refused by name.
+What always holds: each hook of Lightning stands in one of the tables. A test compares them with the
+installed version.
 
 Source: lightning 2.6, pytorch/core/hooks.py, core/module.py, core/datamodule.py and
 callbacks/callback.py.
@@ -106,7 +104,6 @@ def refuse_hooks(given: Any, base: type, *, is_callback: bool = False) -> None:
 
 
 def refuse_module(module: Any, base: type) -> None:
-    """Raise ConfigError for a module that cannot be trained here."""
     refuse_hooks(module, base)
     if not module.automatic_optimization:
         raise ConfigError(
@@ -133,8 +130,6 @@ def takes(method: Any, count: int) -> bool:
 
 @dataclass(kw_only=True)
 class Callbacks:
-    """The callbacks of a run: those that are called, and what the others ask for."""
-
     called: list[Any]
     checkpoints: list[Any]
     shows_progress: bool
@@ -153,7 +148,6 @@ class Callbacks:
 
 
 def sorted_out(given: list[Any], lightning: Any) -> Callbacks:
-    """Return what callbacks ask for. Raises ConfigError for one that is not supported."""
     kinds = lightning("callbacks")
     found = Callbacks(called=[], checkpoints=[], shows_progress=True)
     for one in given:
@@ -170,8 +164,7 @@ def sorted_out(given: list[Any], lightning: Any) -> Callbacks:
             continue
         for parent in type(one).__mro__:
             is_theirs = parent.__module__.startswith(f"{kinds.__name__}.")
-            if is_theirs and parent.__name__ not in ("Callback", "EarlyStopping",
-                                                     "LambdaCallback"):
+            if is_theirs and parent.__name__ not in ("Callback", "EarlyStopping", "LambdaCallback"):
                 raise ConfigError(
                     f"the callback {name} is not supported. "
                     + BUILT_IN.get(parent.__name__, "Leave it out, or write the loop with "

@@ -53,7 +53,6 @@ class Kind:
     """The place of a torchmetrics object in the module; None: a number."""
 
     def name(self, name: str, on_step: bool) -> str:
-        """Return the name of the value of a step, or of an epoch."""
         if not (self.on_step and self.on_epoch):
             return name
         return f"{name}_{'step' if on_step else 'epoch'}"
@@ -68,7 +67,6 @@ class Entry:
     weight: float = 0.0
 
     def add(self, total: float, weight: float) -> None:
-        """Add what was logged."""
         self.total, self.weight = self.total + total, self.weight + weight
 
 
@@ -173,7 +171,6 @@ class Logs:
     # --- batches ----------------------------------------------------------------------------------
 
     def begin_batch(self, batch: Any, step: int = 0) -> None:
-        """Take a batch in hand."""
         self._batch, self._sums, self._named, self.step = batch, {}, {}, step
 
     def drop_batch(self) -> None:
@@ -230,7 +227,6 @@ class Logs:
             self._show(name, entry, "", on_step=False)
 
     def end_epoch(self) -> None:
-        """Show the values of the epoch that has ended."""
         for (where, name), entry in self.entries.items():
             if "validation" not in where and entry.kind.on_epoch:
                 self._show(name, entry, "train", on_step=False)
@@ -270,13 +266,11 @@ class Logs:
     # --- in the state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what belongs to the state of the run."""
         return {"entries": [[*key, list(astuple(entry.kind)), entry.total, entry.weight]
                             for key, entry in self.entries.items()],
                 "shown": [dict(self.callback), dict(self.logged), dict(self.progress)]}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take over the state of the run."""
         self.entries = {(where, name): Entry(Kind(*kind), total, weight)
                         for where, name, kind, total, weight in values["entries"]}
         for mine, theirs in zip((self.callback, self.logged, self.progress), values["shown"],

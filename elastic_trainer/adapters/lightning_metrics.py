@@ -22,10 +22,21 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.evaluate.sums import MOST_LOGGED, States, as_json, exact, require_sums
+from elastic_trainer.evaluate.sums import (
+    MOST_LOGGED,
+    UPDATES,
+    States,
+    alone,
+    as_json,
+    computed_of,
+    hold,
+    require_sums,
+    rounded,
+    states_of,
+    totals_of,
+)
 from elastic_trainer.reduce.flat import HIDDEN
 
-UPDATES = "updates"
 Pairs = dict[str, tuple[float, float]]
 
 
@@ -59,10 +70,9 @@ class ModuleMetrics:
             yield
         finally:
             for place, one in self._all.items():
-                _hold(one, *held[place])
+                hold(one, *held[place])
 
     def reset(self) -> None:
-        """Let the metrics hold nothing."""
         for one in self._all.values():
             one.reset()
 
@@ -117,16 +127,14 @@ class ModuleMetrics:
                         for number in range(default.numel())]
                 for state, default in one._defaults.items()} if count else {}
             if count:
-                self._of_step[place] = _alone(one, count, totals)
+                self._of_step[place] = alone(one, count, totals)
                 _add(one, count, totals)
 
     def take_validation(self, states: States) -> None:
         """Add the totals of a validation to what the metrics hold."""
         for place, one in self._all.items():
-            (count,) = states.get(f"{place}/{UPDATES}", [0])
-            if count:
-                _add(one, int(count), {state: states[f"{place}/{state}"]
-                                       for state in one._defaults})
+            if states.get(f"{place}/{UPDATES}", [0])[0]:
+                _add(one, *totals_of(place, one, states))
 
     def computed(self, place: str) -> Any:
         """Return the value of a metric; with "@step" after the place, that of the last step."""
@@ -135,53 +143,40 @@ class ModuleMetrics:
         if one is None or not one.update_count:
             raise RuntimeError(f"the metric self.{where} was logged, but no batch has updated it. "
                                f"Call self.{where}(…), or its update(…), before self.log.")
-        with torch.no_grad():
-            return _alone(one, one.update_count, {
-                state: getattr(one, state).flatten().tolist()
-                for state in one._defaults}).compute()
+        return computed_of(one, one.update_count, {
+            state: getattr(one, state).flatten().tolist() for state in one._defaults})
 
     def value(self, place: str, states: States) -> Any:
         """Return the value of a metric that has the totals of a validation alone; None if no
         batch has updated it."""
-        (count,) = states[f"{place}/{UPDATES}"]
-        one = self._all[place]
-        if not count:
-            return None
-        with torch.no_grad():
-            return as_json(_alone(one, int(count), {
-                state: states[f"{place}/{state}"] for state in one._defaults}).compute())
+        count, totals = totals_of(place, one := self._all[place], states)
+        return as_json(computed_of(one, count, totals)) if count else None
 
     def states(self) -> States:
         """Return what a batch of a validation has given the metrics, exactly."""
         self._updated()
         found: States = {}
         for place, one in self._all.items():
-            if any(isinstance(default, list) for default in one._defaults.values()):
-                continue
-            found[f"{place}/{UPDATES}"] = [one.update_count]
-            for state in one._defaults:
-                found[f"{place}/{state}"] = exact(getattr(one, state))
+            if not any(isinstance(default, list) for default in one._defaults.values()):
+                found |= states_of(place, one)
         return found
 
     # --- in the state -----------------------------------------------------------------------------
 
     def forget(self, places: set[str]) -> None:
-        """Reset metrics."""
         for place in places:
             self._all[place].reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what belongs to the state of the run: the values of metrics that hold some."""
         return {place: list(_held(one)) for place, one in self._all.items() if one.update_count
                 and not any(isinstance(v, list) for v in one._defaults.values())}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take over the state of the run."""
         for place, one in self._all.items():
             one.reset()
             if place in values:
                 count, states = values[place]
-                _hold(one, count, {name: state.to(one.device) for name, state in states.items()})
+                hold(one, count, {name: state.to(one.device) for name, state in states.items()})
 
 
 def _held(metric: Any) -> tuple[int, dict[str, Any]]:
@@ -191,27 +186,8 @@ def _held(metric: Any) -> tuple[int, dict[str, Any]]:
         for state in metric._defaults}
 
 
-def _hold(metric: Any, count: int, states: Mapping[str, Any]) -> None:
-    metric._update_count, metric._computed = count, None
-    for name, state in states.items():
-        setattr(metric, name, state)
-
-
-def _alone(metric: Any, count: int, totals: Mapping[str, Any]) -> Any:
-    """Return a copy of a metric that holds these totals alone."""
-    whole = copy.deepcopy(metric)
-    whole.reset()
-    whole.sync_on_compute = False
-    _add(whole, count, totals)
-    return whole
-
-
 def _add(metric: Any, count: int, totals: Mapping[str, Any]) -> None:
-    states = {}
-    for name, numbers in totals.items():
-        state = getattr(metric, name)
-        plain = [float("nan") if one is None else float(one) if state.is_floating_point()
-                 else int(one) for one in numbers]
-        states[name] = state + torch.tensor(plain, dtype=state.dtype,
-                                            device=state.device).reshape(state.shape)
-    _hold(metric, metric.update_count + count, states)
+    states = {name: getattr(metric, name) for name in totals}
+    hold(metric, metric.update_count + count,
+         {name: state + rounded(totals[name], state, state.device)
+          for name, state in states.items()})

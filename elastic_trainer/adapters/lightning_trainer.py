@@ -34,7 +34,6 @@ class Strategy:
 
     @property
     def root_device(self) -> Any:
-        """The device of the module."""
         return self._trainer.lightning_module.device
 
     @property
@@ -101,7 +100,6 @@ class StandIn:
     # --- where the run is -------------------------------------------------------------------------
 
     def _begin(self, elastic: Any) -> None:
-        """Begin the steps of a trainer of elastic_trainer."""
         self._elastic = elastic
 
     def _at(self, step: Step | None, epoch: int, finished: int = 0) -> None:
@@ -110,7 +108,6 @@ class StandIn:
 
     @property
     def global_step(self) -> int:
-        """The number of finished steps."""
         if self._step is None:
             return self._finished
         if self._step.is_finished:
@@ -126,7 +123,6 @@ class StandIn:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the step is the last one of its epoch."""
         return bool(self._step) and (
             self._step.number + 1) % self.num_training_batches == 0  # type: ignore[union-attr]
 
@@ -146,18 +142,15 @@ class StandIn:
 
     @property
     def local_rank(self) -> int:
-        """The number of the worker on its host."""
         return local_rank()
 
     @property
     def early_stopping_callbacks(self) -> list[Any]:
-        """The callbacks that are EarlyStopping."""
         return [one for one in self.callbacks
                 if any(kind.__name__ == "EarlyStopping" for kind in type(one).__mro__)]
 
     @property
     def early_stopping_callback(self) -> Any:
-        """The first callback that is EarlyStopping."""
         return next(iter(self.early_stopping_callbacks), None)
 
     def save_checkpoint(self, *_: Any, **__: Any) -> NoReturn:

@@ -358,7 +358,6 @@ def _show_logs(hf: Any) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 def _refuse_overrides(kind: type) -> None:
-    """Raise ConfigError if a subclass overrides a method that is never called here."""
     mro = kind.__mro__
     known = set(dir(mro[mro.index(Elastic) + 1]))
     for one in mro[:mro.index(Elastic)]:
@@ -402,7 +401,6 @@ def _refuse_scheduler(scheduler: Any) -> None:
 
 
 def _checkpoint_activations(model: Any, given: dict[str, Any] | None) -> None:
-    """Let the model compute activations again in the backward pass."""
     options = dict(given or {})
     every, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
     model.activation_checkpointing_enable(activation_checkpointing_kwargs=options or None,

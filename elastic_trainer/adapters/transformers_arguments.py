@@ -137,7 +137,6 @@ def refuse(args: Any) -> None:
 
 
 def precision_of(args: Any) -> str:
-    """Return the option `precision` of elastic_trainer.Trainer."""
     return "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32"
 
 
@@ -205,7 +204,6 @@ class Numbers:
 
     @property
     def epochs(self) -> int:
-        """The number of epochs that the run begins."""
         return -(-self.steps // self.steps_per_epoch)
 
     def epoch_after(self, step: int) -> float:
@@ -214,7 +212,6 @@ class Numbers:
         return epoch + min((place + 1) * self.accumulation, self.micro_batches) / self.micro_batches
 
     def ends_epoch(self, step: int) -> bool:
-        """Return whether a step is the last one of its epoch."""
         return (step + 1) % self.steps_per_epoch == 0
 
 
@@ -269,7 +266,6 @@ def order_of(args: Any, dataset: Any, processing: Any) -> str | LikeLength:
 
 
 def loader_of(args: Any) -> Loader | None:
-    """Return the loader processes of each worker; they are persistent."""
     if args.dataloader_num_workers == 0:
         return None
     return Loader(workers=args.dataloader_num_workers,

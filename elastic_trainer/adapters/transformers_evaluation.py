@@ -30,8 +30,7 @@ from elastic_trainer.evaluate.sums import Kept
 from elastic_trainer.training.precision import PRECISIONS
 
 
-def measured(hf: Any, dataset: Any, ignore_keys: list[str] | None,
-             prefix: str) -> dict[str, float]:
+def measured(hf: Any, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:
     """Return the metrics of a dataset, for an ElasticTrainer."""
     if hf.compute_metrics is None and hf.elastic is not None:
         means = hf.shared(dataset, lambda model, inputs: sums_of(hf, model, inputs))

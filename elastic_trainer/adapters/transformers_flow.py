@@ -50,7 +50,6 @@ SAVE_NOW = (
 
 
 def refuse_callbacks(callbacks: list[Any], base: type) -> None:
-    """Raise ConfigError for a callback with a method that is never called."""
     for callback in callbacks:
         for name, why in NEVER_CALLED.items():
             if getattr(type(callback), name) is not getattr(base, name):
@@ -101,12 +100,10 @@ class Flow:
         self.hf.state.is_world_process_zero = self.hf.state.is_local_process_zero = is_first
 
     def call(self, event: str) -> None:
-        """Run a method of all callbacks."""
         hf = self.hf
         hf.control = getattr(hf.callback_handler, event)(hf.args, hf.state, hf.control)
 
-    def _log_and_evaluate(self, rate: float, norm: torch.Tensor | None, *,
-                          evaluates: bool) -> None:
+    def _log_and_evaluate(self, rate: float, norm: torch.Tensor | None, *, evaluates: bool) -> None:
         """Do what the callbacks ask for. the step after the stop request is not evaluated:
         transformers does not do that step."""
         hf, state = self.hf, self.hf.state
@@ -141,11 +138,9 @@ class Flow:
 
     @property
     def train_loss(self) -> float:
-        """The mean of the losses of all steps."""
         return (self._total_loss + self._loss_sum) / max(int(self.hf.state.global_step), 1)
 
     def load_best(self) -> None:
-        """Give the model the weights of the best evaluation, if there is one."""
         with torch.no_grad():
             for name, tensor in self._values() if self.best else ():
                 tensor.copy_(self.best[name])
@@ -157,7 +152,6 @@ class Flow:
     # --- in the state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what belongs to the state of the run."""
         from transformers.trainer_utils import denumpify_detensorize
 
         hf = self.hf

@@ -6,7 +6,7 @@ command line → here → run_options (the section `run`), the workers' environm
 What always holds:
 1. An option on the command line overrides the section `run` of the file.
 2. A change that a resumed run may not have is refused here already, where its checkpoint can be
-   read. The workers compare again (training/configured.py).
+   read. The workers compare again (training/settings.py).
 """
 
 from __future__ import annotations

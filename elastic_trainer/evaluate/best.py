@@ -65,7 +65,6 @@ def keep_best(metric: str, *, mode: str, patience: int | None = None,
 
 
 def require_rule(rule: Any) -> None:
-    """Raise ConfigError for an option `best` that keep_best() has not made."""
     if rule is not None and not isinstance(rule, KeepBest):
         raise ConfigError(f'best is {rule!r}. Give best=keep_best("accuracy", mode="max").')
 
@@ -80,7 +79,7 @@ class Best:
         """The number of the step after which it was found; -1: none yet."""
         self.waited = 0
         """How many evaluations since then were not better."""
-        self._taken_behind = -1
+        self._taken_after = -1
 
     def __repr__(self) -> str:
         return (f"<Best {self.rule.metric} {self.value} of step {self.step}, {self.waited} "
@@ -90,11 +89,11 @@ class Best:
         """Take the value after a step; returns whether it is the best. Raises RuntimeError,
         TypeError."""
         number = _number_of(value, self.rule.metric)
-        if step == self._taken_behind:
+        if step == self._taken_after:
             raise RuntimeError(
                 f"step {step} has two values of {self.rule.metric!r}, and one decides which step "
                 f"is the best. Call evaluate(…, decides=False) for the other one.")
-        self._taken_behind = step
+        self._taken_after = step
         if not self._is_better(number):
             self.waited += 1
             return False
@@ -108,7 +107,6 @@ class Best:
         return gain > self.rule.min_delta
 
     def found_in(self, means: Mapping[str, Any]) -> Any:
-        """Return the metric of an evaluation. Raises RuntimeError if it has none."""
         if self.rule.metric not in means:
             raise RuntimeError(
                 f"best is to follow {self.rule.metric!r}, and this evaluation has only "
@@ -117,7 +115,6 @@ class Best:
         return means[self.rule.metric]
 
     def why_over(self) -> str | None:
-        """Return why the run is to end, if patience is exhausted."""
         patience, metric = self.rule.patience, self.rule.metric
         if patience is None or self.waited < patience:
             return None
@@ -127,7 +124,6 @@ class Best:
         return f"{metric} has not {better} in {self.waited} evaluations: {best}"
 
     def is_of(self, committed: int) -> bool:
-        """Return whether the last of these finished steps is the best."""
         return self.step >= 0 and self.step + 1 == committed
 
     @property
@@ -146,13 +142,12 @@ class Best:
     # --- in the state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best as JSON values."""
         return {"metric": self.rule.metric, "mode": self.rule.mode, "value": self.value,
                 "step": self.step, "waited": self.waited}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Take over a best. One of another metric, or mode, counts for nothing."""
-        self._taken_behind = -1
+        self._taken_after = -1
         if (values["metric"], values["mode"]) != (self.rule.metric, self.rule.mode):
             self.value, self.step, self.waited = None, -1, 0
             return

@@ -72,9 +72,8 @@ class Examination:
             raise ValueError(f"evaluate() got {len(dataset)} samples and batch_size={batch_size}. "
                              f"Give at least one sample, and a batch_size of 1 or more.")
         self.job, self.dataset, self.fn, self.batch_size = job, dataset, fn, size
-        self.reader = job.readers.of(
-            dataset, (loader and loader.collate) or collate or job.collate,
-            BatchRecipe(job.schedule, len(dataset), size), loader)
+        self.reader = job.readers.of(dataset, (loader and loader.collate) or collate or job.collate,
+                                     BatchRecipe(job.schedule, len(dataset), size), loader)
         self._metrics = Metrics(metrics or {}, job.device)
         self._buffers = [(module, name, buffer, buffer.clone())
                          for module in job.model.modules()
@@ -136,9 +135,7 @@ class Examination:
         return self.means(total)
 
     def means(self, total: Found) -> dict[str, Any]:
-        """Return the result of the sums over all batches."""
-        return (means_of(total.sums) | self._metrics.computed(total.states)
-                | total.all_kept())
+        return (means_of(total.sums) | self._metrics.computed(total.states) | total.all_kept())
 
 
 def examine(examination: Examination, draw: Callable[[], Stage | None]) -> dict[str, Any]:
@@ -184,13 +181,10 @@ class Evaluations:
         self._results: list[Found] = []
 
     def begin(self, step: int) -> None:
-        """Begin the user's code after a step."""
         self.request, self._results, self._is_known, self._step = None, [], True, step
 
     def ask(self, examination: Examination) -> None:
-        """Have the next stages compute an evaluation."""
-        self.request = Request(examination.batches, len(examination.dataset),
-                               examination.means)
+        self.request = Request(examination.batches, len(examination.dataset), examination.means)
 
     def serve(self) -> Generator[Stage, None, None]:
         """Compute what the user's code asks for, one evaluation after the other."""
@@ -347,7 +341,6 @@ class Evaluation:
 
 
 def examination_of(plan: Evaluation, job: Job) -> Examination:
-    """Return the evaluation of a job's model, as it is now. Raises ValueError."""
     return Examination(job, plan.dataset, plan.fn, plan.batch_size, plan.collate, plan.metrics,
                        plan.loader)
 

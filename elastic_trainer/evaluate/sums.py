@@ -22,7 +22,7 @@ import copy
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
@@ -80,8 +80,6 @@ def _refusal(metric: Any) -> str:
 
 
 class Metrics:
-    """The metrics of one evaluation."""
-
     def __init__(self, given: Any, device: torch.device):
         self._given = given
         require_sums(given)
@@ -90,7 +88,6 @@ class Metrics:
             metric.to(device)
 
     def reset(self) -> None:
-        """Let the metrics hold nothing."""
         if not isinstance(self._given, Mapping) and hasattr(self._given, "reset"):
             self._given.reset()  # a MetricCollection, which has its metrics in groups
             return
@@ -99,36 +96,56 @@ class Metrics:
 
     def states(self) -> States:
         """Return what the metrics hold, exactly. On a GPU this waits for the device."""
-        found: States = {}
-        for name, metric in self._given.items():
-            found[f"{name}/{UPDATES}"] = [metric.update_count]
-            for state in metric._defaults:
-                found[f"{name}/{state}"] = exact(getattr(metric, state))
-        return found
+        return {key: numbers for name, metric in self._given.items()
+                for key, numbers in states_of(name, metric).items()}
 
     def computed(self, states: States) -> dict[str, Any]:
         """Return what the metrics compute from the sums of all batches: numbers, or tensors.
 
         Raises RuntimeError if a metric was not updated.
         """
-        return {name: self._computed(name, metric, states)
+        for name, _ in self._given.items():
+            if not states[f"{name}/{UPDATES}"][0]:
+                raise RuntimeError(
+                    f"the function of evaluate() has not updated the metric {name!r} in any batch. "
+                    f"Call {name}.update(…) in it, on the object that metrics= has.")
+        return {name: _plain(computed_of(metric, *totals_of(name, metric, states)))
                 for name, metric in self._given.items()}
 
-    def _computed(self, name: str, metric: Any, states: States) -> Any:
-        (updates,) = states[f"{name}/{UPDATES}"]
-        if not updates:
-            raise RuntimeError(
-                f"the function of evaluate() has not updated the metric {name!r} in any batch. "
-                f"Call {name}.update(…) in it, on the object that metrics= has.")
-        whole = copy.deepcopy(metric)
-        whole.reset()
-        whole._update_count = updates  # else compute() warns
-        whole.sync_on_compute = False
-        for state, default in metric._defaults.items():
-            setattr(whole, state,
-                    _rounded(states[f"{name}/{state}"], default, getattr(metric, state).device))
-        with torch.no_grad():
-            return _plain(whole.compute())
+
+def states_of(name: str, metric: Any) -> States:
+    """Return what one metric holds, exactly."""
+    return {f"{name}/{UPDATES}": [metric.update_count]} | {
+        f"{name}/{state}": exact(getattr(metric, state)) for state in metric._defaults}
+
+
+def totals_of(name: str, metric: Any, states: States) -> tuple[int, dict[str, list[Number]]]:
+    """Return the number of updates of one metric, and the elements of each of its states."""
+    (updates,) = states[f"{name}/{UPDATES}"]
+    return int(updates or 0), {state: states[f"{name}/{state}"] for state in metric._defaults}
+
+
+def alone(metric: Any, count: int, totals: Mapping[str, Sequence[Any]]) -> Any:
+    """Return a copy of a metric that holds these totals alone."""
+    whole = copy.deepcopy(metric)
+    whole.reset()
+    whole.sync_on_compute = False
+    hold(whole, count, {state: rounded(totals[state], default, getattr(metric, state).device)
+                        for state, default in metric._defaults.items()})
+    return whole
+
+
+def hold(metric: Any, count: int, states: Mapping[str, Any]) -> None:
+    """Let a metric hold these states. Without the number of updates compute() would warn."""
+    metric._update_count, metric._computed = count, None
+    for name, state in states.items():
+        setattr(metric, name, state)
+
+
+def computed_of(metric: Any, count: int, totals: Mapping[str, Sequence[Any]]) -> Any:
+    """Return what a metric computes from these totals."""
+    with torch.no_grad():
+        return alone(metric, count, totals).compute()
 
 
 def states_added(first: States, second: States) -> States:
@@ -153,7 +170,7 @@ def exact(state: torch.Tensor) -> list[Number]:
     return [Fraction(number) if math.isfinite(number) else None for number in numbers]
 
 
-def _rounded(numbers: list[Number], default: torch.Tensor, device: torch.device) -> torch.Tensor:
+def rounded(numbers: Sequence[Any], default: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return the numbers in the type of a state, and in its shape if it has as many elements."""
     whole = [math.nan if number is None else float(number) if default.is_floating_point()
              else int(number) for number in numbers]
@@ -200,8 +217,6 @@ class AllKept(list[Any]):
 
 @dataclass
 class Found:
-    """What was found in some batches."""
-
     sums: Sums = field(default_factory=dict)
     states: States = field(default_factory=dict)
     kept: dict[str, dict[int, str]] = field(default_factory=dict)
@@ -290,12 +305,10 @@ def _mean(total: Fraction, weight: Fraction | None, is_finite: bool) -> float:
 
 
 def to_json(values: Any) -> str:
-    """Return values as JSON, with fractions."""
     return json.dumps(values, default=lambda one: {"fraction": str(one)})
 
 
 def from_json(text: str) -> Any:
-    """Read what `to_json` has written."""
     return json.loads(text, object_hook=lambda found: Fraction(found["fraction"])
                       if found.keys() == {"fraction"} and isinstance(found["fraction"], str)
                       else found)

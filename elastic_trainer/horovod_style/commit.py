@@ -46,7 +46,6 @@ class LastCommit:
         self._header, self._classes, self.step = packed.header, packed.classes, step
 
     def packed(self) -> Packed:
-        """Return the kept values, without a copy."""
         return Packed(self._header, [self._memory], self._classes)
 
     def values(self) -> dict[str, Any]:
@@ -80,11 +79,9 @@ class CommitState(LiveState):
 
     @property
     def is_kept(self) -> bool:
-        """True if the last commit is the one that is kept; False between its vote and its copy."""
         return self.last.step == self.committed
 
     def optimizers(self) -> list[Any]:
-        """Return the optimizer, and those among the named values."""
         values = (named.value for named in self.extras.values())
         return [self.optimizer, *(v for v in values if isinstance(v, torch.optim.Optimizer))]
 
@@ -120,7 +117,6 @@ class CommitState(LiveState):
             reset_optimizer(optimizer)
 
     def drop_gradients(self) -> None:
-        """Drop all gradients. What a worker receives is put where they lie (`room`)."""
         for optimizer in self.optimizers():
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -142,16 +138,13 @@ class Named:
 
     @property
     def value(self) -> Any:
-        """The value, as the script has it now."""
         return getattr(self._holder, self._name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the object's own state, or the value itself."""
         value = self.value
         return value.state_dict() if _has_state(value) else {"value": value}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
-        """Take a state back."""
         if _has_state(was := self.value):
             was.load_state_dict(kept)
             return

@@ -131,11 +131,10 @@ class Member:
             raise
 
     def _hooks(self) -> Hooks:
-        return Hooks(
-            is_saving=lambda: self.checkpointing.is_saving(), user_reduces=True,
-            is_moving=lambda: self.checkpointing.is_moving(),
-            published=lambda: self.checkpointing.newest_step(),
-            write_alone=lambda: self.checkpointing.write_while_waiting())
+        return Hooks(is_saving=lambda: self.checkpointing.is_saving(), user_reduces=True,
+                     is_moving=lambda: self.checkpointing.is_moving(),
+                     published=lambda: self.checkpointing.newest_step(),
+                     write_alone=lambda: self.checkpointing.write_while_waiting())
 
     def _checkpointing(self, checkpoints: Checkpoints | None) -> Checkpointing:
         return Checkpointing(checkpoints, self.state, self.driver, self.launch, self.events)
@@ -190,12 +189,10 @@ class Member:
         return "fresh" if step is None else "checkpoint"
 
     def _roll_forward(self, *totals: int) -> None:
-        """Take a commit whose vote has passed on another worker."""
         self.state.commit(*totals)
         self._goes_back = False
 
     def _body(self) -> Iterator[Stage]:
-        """Begin to train in a generation."""
         assert self._votes
         state = self.state
         if state.last.step < 0:
@@ -213,7 +210,6 @@ class Member:
             self.state.keep()
 
     def _go_on(self, why: BaseException | None) -> Stage:
-        """Go on to the next stage; `why` ends the generation first."""
         assert self._stages
         self._trains, self.is_entering = False, True
         if isinstance(why, HostsUpdatedInterrupt):
@@ -261,7 +257,6 @@ class Member:
                 return result
 
     def _enter(self, script: Script, why: BaseException | None) -> None:
-        """Enter the next generation, and run the script's hooks."""
         hooks = {Stage.RESTORE: script.restore, Stage.SAVE: script.save,
                  Stage.RESET: script.on_reset}
         stage = self._go_on(why)
@@ -308,7 +303,6 @@ class Member:
         self.state.keep()
 
     def require_training(self, call: str) -> None:
-        """Raise RuntimeError outside of the decorated function."""
         if not self._trains:
             raise RuntimeError(f"{call} was called outside of the function that hvd.elastic.run "
                                f"decorates, so the other workers do not take part in it. Call it "

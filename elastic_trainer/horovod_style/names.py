@@ -104,7 +104,6 @@ def _route_collectives(member: Member) -> None:
 
 
 def _decorated(member: Member, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function that trains, in the place of what hvd.elastic.run returns."""
     member.functions.append(function.__name__)
 
     @wraps(function)

@@ -118,7 +118,6 @@ class ElasticState(TorchState):  # type: ignore[misc]  # Horovod has no types
 def _checked(member: Member, kind: type, model: torch.nn.Module | None,
              optimizer: torch.optim.Optimizer | None,
              named: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Return model and optimizer. Raises ConfigError for a state that cannot be built."""
     if not member.is_placed:
         raise ConfigError("hvd.init() has not been called. Call it before ElasticState(…), as "
                           "hvd.init() and below the import of elastic_trainer.ElasticState.")
@@ -135,7 +134,6 @@ def _checked(member: Member, kind: type, model: torch.nn.Module | None,
 
 
 def _routed() -> Member | None:
-    """Return the membership of this process; None without our launcher."""
     if not (is_standby() or Launch.from_environment().driver):
         return None
     member = Member()

@@ -50,7 +50,6 @@ class Votes:
         self._committed_at = 0.0
 
     def enter(self) -> None:
-        """Begin a generation."""
         self._checkpointing.enter()
         self._committed_at = time.monotonic()
 
@@ -79,7 +78,6 @@ class Votes:
             raise HostsUpdatedInterrupt(False)
 
     def _vote(self, is_wanted: bool, finishes: bool) -> Outcome:
-        """Vote, and compare what the workers have called. Network: one allreduce."""
         state, checkpointing, rank = self._state, self._checkpointing, self._world.rank
         if checkpointing.fenced:
             raise checkpointing.fenced

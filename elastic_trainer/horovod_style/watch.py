@@ -52,7 +52,6 @@ class Watch:
         self._shows, sys.excepthook = sys.excepthook, self._handle_exception
 
     def end(self) -> None:
-        """Stop: the run is finished."""
         self._is_on = False
         sys.excepthook = self._shows
 

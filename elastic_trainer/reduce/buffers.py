@@ -55,8 +55,6 @@ RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True)
 class Gather:
-    """The rule `gather(fn)`."""
-
     fn: Callable[[torch.Tensor, list[torch.Tensor]], torch.Tensor]
 
     def __repr__(self) -> str:
@@ -77,8 +75,6 @@ Rule = str | Gather
 
 
 class BufferRules:
-    """The rules of one model's buffers."""
-
     def __init__(self, model: torch.nn.Module, given: Mapping[str, Rule] | None = None,
                  microbatches: int = 1):
         self._model, self._given, self.microbatches = model, dict(given or {}), microbatches
@@ -102,22 +98,20 @@ class BufferRules:
             (rule for pattern, rule in self._given.items() if fnmatchcase(name, pattern)), None)
 
     def require_used(self, names: Iterable[str]) -> None:
-        """Raise ConfigError if a rule is that of no buffer."""
         known = list(names)
         if bad := [pattern for pattern in self._given
                    if not any(fnmatchcase(name, pattern) for name in known)]:
             raise ConfigError(f"buffers has rules for {some(bad)}, but the model has no such "
                               f"buffers. Its buffers are {some(known) or 'none'}.")
 
-    def refusal(self, names: Iterable[str], behind: str) -> str:
-        """Return the error for buffers that forward changes and that have no rule."""
+    def refusal(self, names: Iterable[str], after: str) -> str:
         found = list(names)
         return (
             f"forward has changed the buffers {some(found)}, and a step has {self.microbatches} "
             f"micro-batches, each of which begins with the step's buffers. Say what the step ends "
             f"with: buffers={{{found[0]!r}: \"mean\"}} (the mean of their changes), \"sum\" (of "
             f"their changes), \"last\" (what the last one has left), or gather(fn), which gets all "
-            f"their values in order. Or change the buffer {behind}.")
+            f"their values in order. Or change the buffer {after}.")
 
 
 def _of_torch(model: torch.nn.Module) -> dict[str, Rule]:
@@ -171,8 +165,7 @@ class Statistics:
         """Where the statistics hold changes of whole numbers."""
 
     def add(self, sums: torch.Tensor, weight: float, loss: torch.Tensor,
-            before: dict[str, torch.Tensor], after: dict[str, torch.Tensor],
-            is_sum: bool) -> None:
+            before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], is_sum: bool) -> None:
         """Add a micro-batch's loss and changes of the buffers, weighted. A loss that `is_sum` gets
         no weight."""
         marked = self.find_marks(before)
@@ -215,12 +208,10 @@ class Statistics:
         return self._marks
 
     def has_lost_digits(self, sums: torch.Tensor) -> bool:
-        """True if a buffer of whole numbers has changed by more than 32-bit sums hold exactly."""
         return bool(self._whole.numel()) and float(sums[self._whole].abs().max()) > MOST_CHANGE
 
     def apply(self, sums: torch.Tensor, before: dict[str, torch.Tensor],
               buffers: dict[str, torch.Tensor]) -> None:
-        """Set the buffers to before + mean change."""
         marked, at = self.find_marks(before), 1
         for name in self._names:
             buffer, was = _real(buffers[name]), _real(before[name])
@@ -257,7 +248,6 @@ def _mark(dtype: torch.dtype) -> float:
 
 
 def _is_mark(values: torch.Tensor) -> torch.Tensor:
-    """Return which values are marks. NaN is one."""
     return ~(values.abs() < _mark(values.dtype))
 
 
@@ -289,7 +279,6 @@ class BufferValues:
         self._marks: list[tuple[torch.Tensor, int]] = []
 
     def begin(self, step: int) -> None:
-        """Begin a step, or begin it again."""
         if self._of.keys() != self._buffers.named.keys():
             self._of = self._rules.of(self._buffers.named)
         is_single = sum(bool(self._schedule.microbatch_positions(step, microbatch))

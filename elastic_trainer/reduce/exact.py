@@ -53,7 +53,6 @@ class ExactReducer(Reducer):
         self._open()
 
     def mine(self) -> Sums:
-        """Return sums that go into this worker's part of the step, after its last micro-batch."""
         return self._stack[-1][2]
 
     def _open(self) -> None:
@@ -68,7 +67,6 @@ class ExactReducer(Reducer):
         self._leaf_open = True
 
     def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
-        """Announce the next micro-batch; call the result after its backward pass."""
 
         def done() -> None:
             low, high = microbatch, microbatch + 1
@@ -113,7 +111,6 @@ class ExactReducer(Reducer):
         return span
 
     def send(self, world: Collectives) -> None:
-        """Send each worker its slice of my subtree sums, without waiting for theirs."""
         # If no micro-batch of the batch is mine, I send nothing and take part.
         if self._leaf_open and not self._stack:
             self._spare.append(self.flat.sums)
@@ -124,7 +121,6 @@ class ExactReducer(Reducer):
         self._sent = {dtype: self._send(world, dtype) for dtype in types}
 
     def finish(self, world: Collectives) -> None:
-        """Finish the tree; afterwards the reduced gradient is in `flat.sums` on every worker."""
         if world.size == 1:
             result = self._stack[0][2]
             self.flat.agreed(result[torch.float32])
@@ -141,7 +137,6 @@ class ExactReducer(Reducer):
         self._leaf_open = True
 
     def _wholes(self, world: Collectives) -> dict[torch.dtype, torch.Tensor]:
-        """Return the sums over all micro-batches. Raises SetsDiffer."""
         found = {dtype: self._exchanged(world, dtype, handle)
                  for dtype, handle in self._sent.items()}
         self._sent = {}
@@ -160,8 +155,6 @@ class ExactReducer(Reducer):
             self._spare = []
 
     def _send(self, world: Collectives, dtype: torch.dtype) -> Any:
-        """Start to send the sums of my subtrees. A worker that has run no micro-batch sends
-        nothing."""
         slice_ = -(-self.flat.layout.lengths[dtype] // world.size)
         mine = [sums[dtype][:slice_ * world.size]
                 for _, _, sums in self._stack] if self.flat.microbatches_run else []

@@ -69,11 +69,9 @@ class Tally:
         return bool(self.names)
 
     def clear(self) -> None:
-        """Forget what was added, before the micro-batches of a step are run."""
         self._sums = {}
 
     def add(self, name: str, total: Any, weight: Any) -> None:
-        """Add a pair of numbers of one micro-batch."""
         numbers = [float(total), float(weight)]
         finite = [number if math.isfinite(number) else 0.0 for number in numbers]
         found = [_fixed(number) for number in finite] + [numbers != finite]
@@ -81,7 +79,6 @@ class Tally:
         self._sums[name] = [was + new for was, new in zip(sums, found, strict=True)]
 
     def elements(self) -> list[float]:
-        """Return what this worker adds to the flat buffer."""
         return [element for name in self.names
                 for element in _encoded(self._sums.get(name, (0, 0, 0)))]
 
@@ -120,7 +117,6 @@ def pair_of(name: str, value: Any) -> tuple[Any, Any]:
 
 
 def require_count(count: Any) -> None:
-    """Raise TypeError unless a value is a count of items."""
     if not _is_number(count) or not 0 <= float(count) < LARGEST:
         raise TypeError(f"backward got count={count!r}. Give the number of items that the loss is "
                         f"the sum over.")
@@ -176,7 +172,7 @@ class Layout:
     places: list[tuple[torch.dtype, int, int]]
     """Of each trained parameter: the type of its sum, and the range of its gradient."""
     lengths: dict[torch.dtype, int]
-    """Of each type, without the room behind."""
+    """Of each type, without the room after it."""
     statistics_start: int
     early_stop: int
     """What lies before is known before the backward pass. The counts of parameters used begin."""
@@ -230,7 +226,6 @@ class Flat:
 
     @property
     def names(self) -> list[str]:
-        """The names of all parameters of the model."""
         return self.gradients.names
 
     def lay_out(self, trained: Sequence[bool],
@@ -250,8 +245,7 @@ class Flat:
         self.gradients.lay_out(self.layout.members, self.sums.gradients)
 
     def _statistics_of(self, buffers: dict[str, torch.Tensor]) -> Statistics:
-        return Statistics(buffers, self.device,
-                          self._rules.of(buffers) if self._rules else None)
+        return Statistics(buffers, self.device, self._rules.of(buffers) if self._rules else None)
 
     def new_sums(self) -> Sums:
         """Return a zeroed set of flat buffers, with room after for equal slices."""
@@ -322,8 +316,6 @@ class Flat:
         return [count > 0 for count in counts]
 
     def hand_out(self) -> None:
-        """Give each parameter its summed gradient, and None to those that no micro-batch has
-        used."""
         used = self._front(self.layout.early_stop, self.layout.tally_start)
         self.gradients.hand_out(used.tolist())
 
@@ -364,7 +356,6 @@ class Flat:
         return found if found and float(self.sums[torch.float32][0]) > 1 else []
 
     def has_lost_digits(self) -> bool:
-        """True if a buffer of whole numbers has changed by more than 32-bit sums hold exactly."""
         return self.statistics.has_lost_digits(self._statistics())
 
     def apply_statistics(self, before: dict[str, torch.Tensor],

@@ -50,11 +50,11 @@ CLIP = ("To clip the gradient of the step, give the trainer clip_norm=…; it ca
         "unscale_() and step() itself.")
 SHRUNK = 16
 """The number of elements that must have become smaller, and none larger, to count as clipped."""
-WRITTEN_BEHIND = (
+WRITTEN_AFTER = (
     "something has changed .grad after the backward pass of a batch (clip_grad_norm_, zero_grad, "
     "unscale_, another backward pass). A batch is one micro-batch of the step, so its gradient is "
     f"only a part. {CLIP} Run other backward passes before it, or add the losses.")
-CLIPPED_BEHIND = (
+CLIPPED_AFTER = (
     "the gradient was clipped or scaled after the inner loop, where it has no effect: the step is "
     f"applied already. {CLIP} For backward passes of your own there, use torch.autograd.grad.")
 
@@ -99,8 +99,6 @@ class Gradients:
                 parameter.grad = view if parameter.dtype == view.dtype else None
 
     def hand_out(self, used: Sequence[float]) -> None:
-        """Set `.grad` to the sum for each parameter that some micro-batch has used, else to
-        None."""
         views = dict(zip(self.members, self._views, strict=True))
         for number, parameter in enumerate(self.everyone):
             gradient = views[number] if used[number] else None
@@ -108,11 +106,9 @@ class Gradients:
                 parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
 
     def trained_now(self) -> list[bool]:
-        """Return which parameters of the model require a gradient at this moment."""
         return [p.requires_grad for p in self.everyone]
 
     def adopt(self, trained: Sequence[bool]) -> None:
-        """Let these parameters require a gradient."""
         for parameter, is_trained in zip(self.everyone, trained, strict=True):
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
@@ -121,7 +117,6 @@ class Gradients:
     # --------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Prepare `.grad` for a micro-batch's forward pass."""
         self._left = []
         self._written = self._writes()
         for parameter in self.everyone if self.isolates else self._without_view:
@@ -148,7 +143,6 @@ class Gradients:
                 raise ParametersWritten(parameters_stay(changed))
 
     def check_untouched(self) -> None:
-        """Raise GradientsWritten if `.grad` was written to since the micro-batch was opened."""
         if not self.isolates and (any(self._additions()) or any(p.grad is not None
                                                                 for p in self._without_view)):
             raise GradientsWritten
@@ -172,13 +166,11 @@ class Gradients:
                           for parameter in self.parameters]
 
     def _check_left(self) -> None:
-        """Raise RuntimeError if `.grad` was written to since the backward pass of the
-        micro-batch."""
         left, self._left = self._left, []
         if left and not all(parameter.grad is gradient and _version(gradient) == version
                             for parameter, (gradient, version)
                             in zip(self.parameters, left, strict=True)):
-            raise RuntimeError(WRITTEN_BEHIND)
+            raise RuntimeError(WRITTEN_AFTER)
 
     @contextmanager
     def without_sparse(self) -> Iterator[None]:
@@ -265,7 +257,7 @@ class Gradients:
         has_shrunk = (now * was > 0) & (now.abs() < was.abs())
         is_as_clipped = has_shrunk | (now == was)
         if int(has_shrunk.sum()) >= SHRUNK and bool(is_as_clipped.all()):
-            raise RuntimeError(CLIPPED_BEHIND)
+            raise RuntimeError(CLIPPED_AFTER)
 
 
 def _version(gradient: torch.Tensor | None) -> int:

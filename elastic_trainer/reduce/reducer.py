@@ -8,13 +8,9 @@
     apply     training/commit_step.py: weights, optimizer, buffers and cursor, together
 
 What always holds:
-1. The gradients of a step are summed in place, in the buffers that autograd adds them to.
-2. What lies in front of the gradients follows the same rules as the gradients.
-3. Weights of micro-batches are micro-batch / batch, so the result is the gradient of the mean over
+1. Weights of micro-batches are micro-batch / batch, so the result is the gradient of the mean over
    the global batch.
-4. Nothing that outlives the step changes in here.
-5. TracedWorld changes no tensor, and asks the world for the same collectives in the same order: it
-   puts them into the mark and on the timeline, one span for each bucket.
+2. Nothing that outlives the step changes in here.
 
 What it does not do: sparse gradients (they are added densely).
 """
@@ -23,13 +19,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from elastic_trainer.events.trace import Trace
 from elastic_trainer.reduce.flat import Flat, Sums
 from elastic_trainer.schedule.schedule import owned_microbatches
+
+T = TypeVar("T")
 
 
 class Collectives(Protocol):
@@ -114,55 +112,41 @@ class Sent(NamedTuple):
 
 
 class TracedWorld:
-    """The collectives of a world, on the timeline."""
+    """The collectives of a world, on the timeline: one span for each bucket. No tensor and no order
+    is changed."""
 
     def __init__(self, world: Collectives, trace: Trace):
         self.world, self.trace = world, trace
 
     @property
     def rank(self) -> int:
-        """This worker's number, which changes with the generation."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """The number of workers."""
         return self.world.size
 
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
-        """Start to sum a tensor over all workers in place."""
         began = self.trace.now()
         return Sent(self.world.allreduce_start(tensor, name), name, tensor.nbytes, began)
 
     def wait(self, handle: Any) -> torch.Tensor:
-        """Wait for a collective."""
-        self.trace.mark.bucket = handle.name
-        with self.trace.span(f"wait {handle.name}"):
-            result = self.world.wait(handle.handle)
-        self._end(handle)
-        return result
+        return self._waited(handle, lambda: self.world.wait(handle.handle))
 
     def exchange_start(self, tensor: torch.Tensor, splits: list[int], name: str) -> Any:
-        """Start to send each worker its part of a flat tensor."""
         began = self.trace.now()
         return Sent(self.world.exchange_start(tensor, splits, name), name, tensor.nbytes, began)
 
     def exchanged(self, handle: Any) -> tuple[torch.Tensor, list[int]]:
-        """Wait for an exchange."""
-        self.trace.mark.bucket = handle.name
-        with self.trace.span(f"wait {handle.name}"):
-            result = self.world.exchanged(handle.handle)
-        self._end(handle)
-        return result
+        return self._waited(handle, lambda: self.world.exchanged(handle.handle))
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Return the tensors of all workers, joined by rank."""
-        self.trace.mark.bucket = name
-        began = self.trace.now()
-        with self.trace.span(f"wait {name}"):
-            result = self.world.allgather(tensor, name)
-        self._end(Sent(None, name, tensor.nbytes, began))
-        return result
+        return self._waited(Sent(None, name, tensor.nbytes, self.trace.now()),
+                            lambda: self.world.allgather(tensor, name))
 
-    def _end(self, sent: Sent) -> None:
+    def _waited(self, sent: Sent, wait: Callable[[], T]) -> T:
+        self.trace.mark.bucket = sent.name
+        with self.trace.span(f"wait {sent.name}"):
+            result = wait()
         self.trace.add_transfer(sent.name, sent.began, bytes=sent.size_bytes)
+        return result

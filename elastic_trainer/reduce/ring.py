@@ -125,7 +125,6 @@ class Narrow:
         self._norms, self._steps = [] if is_measured else None, self._steps + 1
 
     def start(self, piece: torch.Tensor, world: Collectives, name: str) -> Started:
-        """Start to send each worker its slice of a bucket."""
         slice_ = -(-piece.numel() // world.size)
         outgoing = torch.zeros(slice_ * world.size, dtype=self._dtype, device=piece.device)
         cast = outgoing[: piece.numel()]
@@ -178,10 +177,8 @@ class Bucket(NamedTuple):
 
 
 class RingReducer(Reducer):
-    """Float allreduce in place; gradients in 16 bits go another way (ring.py).
-
-    `note` gets the facts of what was sent in 16 bits.
-    """
+    """Float allreduce in place; gradients in 16 bits go another way (Narrow). `note` gets the facts
+    of these."""
 
     def __init__(self, flat: Flat, microbatches: int, sending: Sending | None = None,
                  note: Callable[..., None] = lambda **_: None):
@@ -251,17 +248,14 @@ class RingReducer(Reducer):
         self._missing = self._count_missing()
 
     def has_sent(self) -> bool:
-        """True if other workers hold a part of this step already."""
         return bool(self._started)
 
     def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
-        """Announce the next micro-batch; call the result after its backward pass."""
         if is_last:
             self._missing = self._count_missing()
         return lambda: None
 
     def overlap(self, world: Collectives) -> None:
-        """Let the backward pass that comes next send the buckets as they fill."""
         gradients = self.flat.gradients
         self._world = None if gradients.isolates or any(gradients.narrow) else world
 
@@ -300,7 +294,6 @@ class RingReducer(Reducer):
                 self._start(bucket, world)
 
     def finish(self, world: Collectives) -> None:
-        """Wait for the sums; afterwards the reduced gradient is in `flat.sums` on every worker."""
         if world.size == 1:
             self.flat.agreed(self.flat.sums[torch.float32])
             return

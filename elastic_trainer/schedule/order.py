@@ -24,7 +24,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -55,48 +55,37 @@ class Epochs:
     seed: int
 
 
-class Order(Protocol):
+class Order:
     """What gives each position of an epoch its sample."""
 
-    @property
-    def name(self) -> str:
-        """The name in the event log and in the identity of the run."""
-
-    @property
-    def sha256(self) -> str:
-        """The hash of its table; "": it has none."""
-
-    @property
-    def counts_positions(self) -> bool:
-        """True if digests count positions: samples repeat, or follow from a table."""
-
-    @property
-    def drops(self) -> str:
-        """Which samples `drop_last` leaves out; "": none is lost by it."""
+    name: str
+    """The name in the event log and in the identity of the run."""
+    sha256: str = ""
+    """The hash of its table; "": it has none."""
+    counts_positions: bool = True
+    """True if digests count positions: samples repeat, or follow from a table."""
+    drops: str = ""
+    """Which samples `drop_last` leaves out; "": none is lost by it."""
 
     def epoch_size(self, dataset_size: int) -> int:
         """Return the number of positions of an epoch. Raises ConfigError if the dataset does not
         fit."""
+        return dataset_size
 
     def samples(self, epochs: Epochs, epoch: int, positions: Indices) -> Indices:
         """Return the samples at positions of an epoch, shape (n,)."""
+        raise AssertionError(f"the samples of {self.name} follow from a table that is not here")
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(Order):
     """An order without a table: "shuffled" or "sequential"."""
 
     name: str
     drops: str
-    sha256: str = ""
     counts_positions: bool = False
 
-    def epoch_size(self, dataset_size: int) -> int:
-        """Return the size of the dataset."""
-        return dataset_size
-
     def samples(self, epochs: Epochs, epoch: int, positions: Indices) -> Indices:
-        """Return the samples at positions of an epoch."""
         if self.name == "sequential":
             return positions
         return permute(positions, epochs.size, mix(_EPOCH_KEY, epochs.seed, epoch))
@@ -108,24 +97,15 @@ PLAIN = {one.name: one for one in (SHUFFLED, SEQUENTIAL)}
 
 
 @dataclass(frozen=True)
-class Named:
+class Named(Order):
     """An order of which only the event log is known: its positions are, and its samples are not."""
 
     name: str
     sha256: str
     drops: str
-    counts_positions: bool = True
-
-    def epoch_size(self, dataset_size: int) -> int:
-        """Return the number of positions that the event log has."""
-        return dataset_size
-
-    def samples(self, epochs: Epochs, epoch: int, positions: Indices) -> Indices:
-        """Raise: nobody who reads an event log needs them."""
-        raise AssertionError(f"the samples of {self.name} follow from a table that is not here")
 
 
-class Weighted:
+class Weighted(Order):
     """Draw samples with replacement: `order=Weighted(weights)`.
 
     `weights` has one number of 0 or more for each sample of the dataset. `samples` is the number of
@@ -135,7 +115,7 @@ class Weighted:
     Raises ConfigError.
     """
 
-    name, counts_positions, drops = "weighted", True, ""
+    name = "weighted"
 
     def __init__(self, weights: Any, samples: int | None = None):
         shares = scaled("weights", weights)
@@ -148,19 +128,17 @@ class Weighted:
         self.sha256 = sha256_of(shares)
 
     def epoch_size(self, dataset_size: int) -> int:
-        """Return the number of draws. Raises ConfigError if the weights are not the dataset's."""
         require_size("Weighted", "weights", self.size, dataset_size)
         return self._samples
 
     def samples(self, epochs: Epochs, epoch: int, positions: Indices) -> Indices:
-        """Return the draws at positions of an epoch."""
         bits = mixed(positions, mix(_DRAW_KEY, epochs.seed, epoch)) >> _1
         draws = bits.astype(np.int64) % self._ends[-1]
         found: Indices = np.searchsorted(self._ends, draws, side="right").astype(np.int64)
         return found
 
 
-class LikeLength:
+class LikeLength(Order):
     """Let the samples of a batch have like lengths: `order=LikeLength(lengths)`.
 
     `lengths` has a whole number for each sample of the dataset. Each epoch is shuffled and cut into
@@ -171,7 +149,7 @@ class LikeLength:
     Raises ConfigError.
     """
 
-    name, counts_positions, drops = "like_length", True, OTHERS_EACH_TIME
+    name, drops = "like_length", OTHERS_EACH_TIME
 
     def __init__(self, lengths: Any, window: int = 50):
         found = np.asarray(lengths)
@@ -188,12 +166,10 @@ class LikeLength:
         """The samples of the newest windows."""
 
     def epoch_size(self, dataset_size: int) -> int:
-        """Return the size of the dataset. Raises ConfigError if the lengths are not its."""
         require_size("LikeLength", "lengths", len(self._lengths), dataset_size)
         return dataset_size
 
     def samples(self, epochs: Epochs, epoch: int, positions: Indices) -> Indices:
-        """Return the samples at positions of an epoch."""
         width = self.window * epochs.global_batch
         windows = positions // width
         found = np.empty_like(positions)
@@ -222,14 +198,14 @@ class LikeLength:
         return np.concatenate([members[turn].reshape(-1), last])
 
 
-class Mixed:
+class Mixed(Order):
     """The order of a mixture: the parts by their weights, and each part in epochs of its own.
 
     In each block of positions each part has its exact share, in an order drawn for the block. The
     samples of a part repeat only after all of it.
     """
 
-    name, counts_positions, drops = "mixed", True, ""
+    name = "mixed"
 
     def __init__(self, sizes: Sequence[int], shares: Sequence[int], samples: int):
         self._sizes, self._shares = list(sizes), np.array(shares, dtype=np.int64)
@@ -240,7 +216,6 @@ class Mixed:
         self.sha256 = sha256_of(np.array([self._sizes, self._shares], dtype=np.int64))
 
     def epoch_size(self, dataset_size: int) -> int:
-        """Return the number of positions of an epoch."""
         return self._samples
 
     def samples(self, epochs: Epochs, epoch: int, positions: Indices) -> Indices:
@@ -299,7 +274,6 @@ def scaled(name: str, weights: Any) -> Indices:
 
 
 def require_size(order: str, table: str, size: int, dataset_size: int) -> None:
-    """Raise ConfigError if a table is not of the dataset."""
     if size != dataset_size:
         raise ConfigError(f"{order} has {size} {table}, but the dataset has {dataset_size} "
                           f"samples. Give one number for each sample.")
@@ -312,7 +286,6 @@ def sha256_of(table: Indices, *more: int) -> str:
 
 
 def named(given: Any) -> Order:
-    """Return the order that an option names. Raises ConfigError."""
     if isinstance(given, str) and given in PLAIN:
         return PLAIN[given]
     if isinstance(given, (Weighted, LikeLength)):

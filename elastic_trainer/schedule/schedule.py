@@ -142,7 +142,6 @@ class Schedule:
         return whole if self.max_steps is None else min(whole, self.max_steps)
 
     def epoch(self, step: int) -> int:
-        """Return the epoch of a step, from 0."""
         return step // self.steps_per_epoch
 
     def batch_size(self, step: int) -> int:
@@ -258,7 +257,6 @@ def samples_digest(samples: npt.NDArray[np.int64]) -> int:
 
 
 def _digested(samples: npt.NDArray[np.int64]) -> Words:
-    """Return 40 well mixed bits of each sample."""
     bits = mixed(samples)
     bits >>= _24
     return bits
@@ -273,7 +271,6 @@ def owned_microbatches(rank: int, size: int, microbatches: int) -> range:
 
 
 def owner_of(microbatch: int, size: int, microbatches: int) -> int:
-    """Return the rank that owns a micro-batch."""
     return microbatch // -(-microbatches // size)
 
 

@@ -21,11 +21,13 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.commit_log import CommitLog, Damaged
 from elastic_trainer.state.store import StoreUnavailable
 from elastic_trainer.state.stores import open_store
-from elastic_trainer.training.configured import allowed_settings, compared, hold_given
 from elastic_trainer.training.proving import remarks_on_random
 from elastic_trainer.training.settings import (
     PROOF,
     Remark,
+    allowed_settings,
+    compared,
+    hold_given,
     remarks_on_sparse,
     remarks_on_workers,
     schedule_differs,
@@ -89,7 +91,6 @@ class Account:
             self.remark(remark, rank)
 
     def describe(self) -> None:
-        """Log the numbers of the job."""
         schedule = self.job.schedule
         numbers = {name: getattr(schedule, name) for name in (
             "dataset_size", "global_batch", "microbatches", "epochs", "seed", "steps", "drop_last",
@@ -98,7 +99,6 @@ class Account:
                          **numbers, **facts_of(schedule.order))
 
     def enter(self, world: World) -> None:
-        """Log the job, at the beginning of a generation."""
         self._log_proof()
         if world.rank != 0:
             return
@@ -122,10 +122,9 @@ class Account:
             return
         metrics = {"metrics": found} if found else {}
         skipped = {"skipped": True} if is_skipped else {}
-        self.events.emit(
-            "worker.step_committed", step=step, samples=samples, digest=digest,
-            loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5), **metrics,
-            **skipped, **more)
+        self.events.emit("worker.step_committed", step=step, samples=samples, digest=digest,
+                         loss=self.state.loss, lr=self.state.rates.used, step_s=round(step_s, 5),
+                         **metrics, **skipped, **more)
 
     def prove(self, proof: Proof | None, settings: dict[str, Any]) -> None:
         """Log the proof of this worker, and keep it in the settings that its checkpoints have."""
@@ -136,13 +135,11 @@ class Account:
             self._log_proof()
 
     def _log_proof(self) -> None:
-        """Log the proof of this worker, once."""
         if (proof := self._proof) and not self._is_proof_logged:
             self._is_proof_logged = True
-            self.events.emit(
-                "worker.program_proved", proof=proof.digest, dataset_size=proof.length,
-                samples=[int(number) for number in proof.samples], index=proof.index[:16],
-                random=proof.random)
+            self.events.emit("worker.program_proved", proof=proof.digest, dataset_size=proof.length,
+                             samples=[int(number) for number in proof.samples],
+                             index=proof.index[:16], random=proof.random)
 
     def _compare_program(self, step: int, rank: int) -> None:
         """Log that the run has the dataset and the program of its checkpoint. Raises ConfigError
@@ -215,7 +212,6 @@ class Account:
                 facts), rank)
 
     def _finished_early(self, world: World, mine: str | None) -> None:
-        """Log the reason of the first worker that asked."""
         texts = map(json.loads, world.gather_texts(json.dumps(mine)))
         reason = next((text for text in texts if text is not None), "asked for before")
         if world.rank != 0:

@@ -44,7 +44,6 @@ class StopRequest:
         return self._asked if self._asked is not None or not self._best else self._best.why_over()
 
     def ask(self, reason: str) -> None:
-        """Ask for it."""
         self._asked = reason
 
     def forget(self) -> None:
@@ -131,7 +130,6 @@ class AfterStep:
         self.state.load(unpack(kept))
 
     def is_over(self) -> bool:
-        """Return whether all steps of the run are finished."""
         return self.state.committed >= self._steps_due()
 
     def is_at_begin(self) -> bool:

@@ -18,7 +18,7 @@ get_ema_multi_avg_fn or get_swa_multi_avg_fn. Its default for a mean on the CPU 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +84,9 @@ class Average:
     # --- in the state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average (nothing is copied)."""
         return {"updates": self.updates, "weights": self.weights}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        """Take over an average of the same model."""
         self.updates = int(values["updates"])
         for name, mine in self.weights.items():
             mine.copy_(values["weights"][name])
@@ -97,7 +95,6 @@ class Average:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Let the model have the averaged weights. Raises RuntimeError if there are none."""
         if self.updates == 0:
             raise RuntimeError("no step is in the average yet" + (
                 f": it begins after step {self._swa.from_step}." if self._swa else "."))
@@ -131,8 +128,14 @@ class Average:
             tensor.data = aside
 
 
+def shown(average: Average | None) -> AbstractContextManager[None]:
+    """Let the model have the averaged weights for a while. Raises RuntimeError if it has none."""
+    if average is None:
+        raise RuntimeError(NOT_AVERAGED)
+    return average.shown()
+
+
 def average_of(model: torch.nn.Module, ema: float | None, swa: Swa | None) -> Average | None:
-    """Return the average that the options ask for."""
     return Average(model, ema, swa) if ema is not None or swa else None
 
 

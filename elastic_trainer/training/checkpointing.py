@@ -68,8 +68,6 @@ class Phase(Enum):
 
 
 class News(Enum):
-    """What happens to a checkpoint."""
-
     WANTED = "rank 0 wants a checkpoint"
     ALL_UPLOADED = "the shares of all workers are in the store"
     ONE_FAILED = "the share of a worker has failed"
@@ -80,8 +78,6 @@ class News(Enum):
 
 
 class Action(Enum):
-    """What this worker does about it."""
-
     BEGIN = "copy my share and upload it"
     COLLECT = "take the list of all parts; rank 0 publishes the record"
     DROP = "let the checkpoint go"
@@ -213,7 +209,6 @@ class Checkpointing:
 
     @property
     def phase(self) -> Phase:
-        """Where the newest checkpoint is in its life, on this worker."""
         if self.checkpoints is None:
             return Phase.IDLE
         return phase_of(self.checkpoints.upload.share, self.checkpoints.publisher.is_busy())
@@ -243,7 +238,6 @@ class Checkpointing:
             newest_step=self.checkpoints.known.newest_step)
 
     def ballot(self, rank: int) -> CheckpointBallot:
-        """Return the checkpoint part of the ballot for the step in hand."""
         if (checkpoints := self.checkpoints) is None:
             return CheckpointBallot()
         known, next_step = checkpoints.known, self.state.committed + 1
@@ -255,7 +249,6 @@ class Checkpointing:
     # --- the places at which the loop calls -----------------------------------------------------
 
     def enter(self) -> None:
-        """Begin a generation."""
         self._leave_heard, self._is_leave_tried, self._has_room = None, False, False
         self.timing.enter()
         if self.checkpoints:
@@ -337,8 +330,7 @@ class Checkpointing:
             known, had_share = checkpoints.known, checkpoints.upload.share is not None
             is_patient = time.monotonic() < until and not self.driver.wants().stop
             wanted = is_last_wanted(world.rank, had_share, committed=committed,
-                                    tries=0 if is_patient else tries,
-                                    newest_step=known.newest_step,
+                                    tries=0 if is_patient else tries, newest_step=known.newest_step,
                                     is_fenced=known.fenced is not None)
             if wanted and tries and is_patient:  # the other workers wait in the vote
                 self._told.look(known)

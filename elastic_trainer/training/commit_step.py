@@ -23,7 +23,7 @@ from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
 from elastic_trainer.training.failures import Losses, LossNotFinite, not_finite, verdict
-from elastic_trainer.training.several_optimizers import members_of, parameters_of
+from elastic_trainer.training.optimizers import members_of, parameters_of
 from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import World
 
@@ -53,10 +53,10 @@ class StepEnd:
             raise RuntimeError(
                 f"a buffer of whole numbers has changed by more than {MOST_CHANGE:.0f} in step "
                 f"{step}, so its mean over the microbatches is not exact. Keep it in a float "
-                f"buffer, or change it {self.job.words.behind}.")
+                f"buffer, or change it {self.job.words.after}.")
         if found := self.flat.changed_buffers():
             self.state.restore()
-            raise RuntimeError(self.job.buffers.refusal(found, self.job.words.behind))
+            raise RuntimeError(self.job.buffers.refusal(found, self.job.words.after))
         self._require_count(step)
         loss, on_nan = self.flat.mean_loss(), self.job.on_nan
         if math.isfinite(loss):
@@ -127,7 +127,6 @@ class StepEnd:
         return results(buffers.left, rules, buffers.before)
 
     def _update(self) -> None:
-        """Change buffers, weights, optimizer and scaler by what the micro-batches have left."""
         job, state = self.job, self.state
         optimizer = members_of(job.optimizer)[state.phase]
         self.flat.divide()

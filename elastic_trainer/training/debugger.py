@@ -38,7 +38,6 @@ def offer() -> None:
 
 
 def advise(error: BaseException) -> None:
-    """Add the remedy to the exception with which pdb ends."""
     if isinstance(error, BdbQuit):
         add_note(error, "pdb was quit, or has read the end of stdin, which a launched worker has "
                         "from the beginning. breakpoint() there opens the launcher's terminal; "

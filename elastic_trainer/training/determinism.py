@@ -117,13 +117,9 @@ def required(device_type: str, reduce: str, now: Settings) -> Settings | None:
             raise ConfigError(
                 f'{fact}, but with reduce="exact" the bits must not depend on the GPU or on '
                 f'chance. {remedy[0].upper()}{remedy[1:]}, or use reduce="ring".')
-    return Settings(is_deterministic=True,
-                    warns_only=now.is_deterministic and now.warns_only,
-                    tunes_convolutions=False,
-                    has_deterministic_convolutions=True,
-                    has_tf32_products=False,
-                    has_tf32_convolutions=False,
-                    fills_memory=False,
+    return Settings(is_deterministic=True, warns_only=now.is_deterministic and now.warns_only,
+                    tunes_convolutions=False, has_deterministic_convolutions=True,
+                    has_tf32_products=False, has_tf32_convolutions=False, fills_memory=False,
                     workspace=now.workspace or WORKSPACES[0])
 
 
@@ -146,7 +142,6 @@ def current(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def apply(settings: Settings) -> None:
-    """Set them, in this process."""
     if settings.workspace is not None:
         os.environ[WORKSPACE] = settings.workspace
     torch.use_deterministic_algorithms(settings.is_deterministic, warn_only=settings.warns_only)
@@ -161,11 +156,9 @@ def apply(settings: Settings) -> None:
 DYNAMO, INDUCTOR = "torch._dynamo.config", "torch._inductor.config"
 CompilerSettings = Mapping[tuple[str, str], bool]
 """Values of torch's settings, by module and name."""
-COMPILER_EXACT: CompilerSettings = {
-    (DYNAMO, "automatic_dynamic_shapes"): False,
-    (DYNAMO, "fail_on_recompile_limit_hit"): True,
-    (INDUCTOR, "deterministic"): True,
-}
+COMPILER_EXACT: CompilerSettings = {(DYNAMO, "automatic_dynamic_shapes"): False,
+                                    (DYNAMO, "fail_on_recompile_limit_hit"): True,
+                                    (INDUCTOR, "deterministic"): True}
 MANY_SHAPES = (
     "elastic-trainer: with reduce=\"exact\" each shape is compiled for itself, so that the bits do "
     "not depend on the shapes that a worker has seen before. For inputs of many shapes use "
@@ -180,7 +173,6 @@ def compiler_settings() -> CompilerSettings:
 
 
 def set_compiler(settings: CompilerSettings) -> None:
-    """Set them, in this process, where the compiler is imported."""
     for module, name in compiler_settings():
         if (module, name) in settings:
             setattr(sys.modules[module], name, settings[module, name])
@@ -231,10 +223,8 @@ def probe_program(device: torch.device) -> int:
 
 def probe_facts(device: torch.device) -> tuple[tuple[str, str], ...]:
     """Return the names of what the bits depend on, by name."""
-    found = {
-        "cpu": cpu_model(), "instructions": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__, "blas": blas(), "threads": str(torch.get_num_threads())
-    }
+    found = {"cpu": cpu_model(), "instructions": torch.backends.cpu.get_cpu_capability(),
+             "torch": torch.__version__, "blas": blas(), "threads": str(torch.get_num_threads())}
     if device.type == "cuda":
         cudnn: Any = torch.backends.cudnn  # torch has no types for it
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda),
@@ -253,7 +243,6 @@ def cpu_model() -> str:
 
 
 def blas() -> str:
-    """Return which libraries torch multiplies with."""
     found = re.findall(
         r"BLAS_INFO=(\w+)|(Intel\(R\) oneAPI Math Kernel Library Version \S+)|(MKL-DNN v\S+)",
         torch.__config__.show())

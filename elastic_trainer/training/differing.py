@@ -114,7 +114,6 @@ class LeftInModules:
         """What the step's first micro-batch has done, if this worker has run it."""
 
     def clear(self) -> None:
-        """Begin a step, or begin it again."""
         self._attributes.reset()
         self._left, self.mark = None, NOT_RUN
 

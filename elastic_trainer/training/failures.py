@@ -48,7 +48,7 @@ from elastic_trainer.config import (
 from elastic_trainer.data.loader_pool import LoaderKilled
 from elastic_trainer.events.log import Events
 from elastic_trainer.host.tracebacks import frames_of_user
-from elastic_trainer.training.option_names import Words
+from elastic_trainer.options import Words
 from elastic_trainer.wire.heartbeat import MachineFault
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver, Unsaved
@@ -184,7 +184,6 @@ def machine_fault(error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that it came from, the newest first."""
     seen = set[int]()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

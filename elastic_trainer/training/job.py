@@ -29,7 +29,7 @@ from elastic_trainer.data.mixture import order_of
 from elastic_trainer.evaluate.best import Best, require_rule
 from elastic_trainer.events.log import newest_attempt
 from elastic_trainer.loggers.row import require_loggers
-from elastic_trainer.options import Options, declared
+from elastic_trainer.options import OF_TRAIN, Options, Words, declared
 from elastic_trainer.reduce.buffers import BufferRules, Rule
 from elastic_trainer.reduce.ring import Sending, sending_of
 from elastic_trainer.schedule.intervals import length_of
@@ -39,17 +39,21 @@ from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.supported import refusal, refused_dataset
-from elastic_trainer.training.averages import NOT_AVERAGED, Average, average_of, extras_with
-from elastic_trainer.training.option_names import OF_TRAIN, Words
+from elastic_trainer.training.averages import Average, average_of, extras_with, shown
+from elastic_trainer.training.optimizers import (
+    Several,
+    as_one,
+    kind_of,
+    members_of,
+    split_schedule,
+)
 from elastic_trainer.training.precision import Precision, precision_of, scaler_of
 from elastic_trainer.training.settings import (
     Remark,
     remarks_on_effect,
     remarks_on_last_batch,
     remarks_on_launcher,
-    split_schedule,
 )
-from elastic_trainer.training.several_optimizers import Several, as_one, kind_of, members_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +72,7 @@ class Result:
 
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model have the averaged weights, as long as the block of `with` runs."""
-        if self.average is None:
-            raise RuntimeError(NOT_AVERAGED)
-        return self.average.shown()
+        return shown(self.average)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class Job:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    """One, or several as one (several_optimizers.py)."""
+    """One, or several as one (optimizers.py)."""
     dataset: Any
     schedule: Schedule
     rate: Callable[[int], float]
@@ -106,7 +108,7 @@ class Job:
     scheduler: LRScheduler | None = None
     """Sets the rates instead of `rate`."""
     on_nan: str = "raise"
-    """The policy for a loss that is not finite (losses.py)."""
+    """The policy for a loss that is not finite (failures.py)."""
     words: Words = OF_TRAIN
     """What messages call the options."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
@@ -122,14 +124,10 @@ class Job:
         return BufferRules(self.model, self.rules, self.schedule.microbatches)
 
 
-def checked(
-    model: torch.nn.Module,
-    given: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
-    dataset: Any,
-    options: Options,
-    after_step: Callable[[int], None] | None = None,
-    words: Words = OF_TRAIN,
-) -> Job:
+def checked(model: torch.nn.Module,
+            given: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer], dataset: Any,
+            options: Options, after_step: Callable[[int], None] | None = None,
+            words: Words = OF_TRAIN) -> Job:
     """Return the job that the options describe. Raises ConfigError."""
     optimizer = as_one(given) if isinstance(given, Mapping) else given
     device = require_model(model, optimizer)
@@ -141,11 +139,10 @@ def checked(
         raise ConfigError(why)
     order = order_of(dataset, options["order"])
     epochs, max_steps = length_of(options["until"])
-    numbers = Schedule(
-        dataset_size=order.epoch_size(len(dataset)), order=order,
-        global_batch=options["global_batch"], microbatches=options["microbatches"], epochs=epochs,
-        seed=options["seed"], max_steps=max_steps,
-        drop_last=options["drop_last"], min_microbatch_samples=min_samples)
+    numbers = Schedule(dataset_size=order.epoch_size(len(dataset)), order=order,
+                       global_batch=options["global_batch"], microbatches=options["microbatches"],
+                       epochs=epochs, seed=options["seed"], max_steps=max_steps,
+                       drop_last=options["drop_last"], min_microbatch_samples=min_samples)
     rates = options["lr"]
     if isinstance(rates, LinearScaling):
         rates = rates.of_batch(numbers.global_batch)
@@ -223,7 +220,6 @@ def require_objects(options: Options) -> None:
 
 
 def plan_of(options: Options) -> Plan:
-    """Return when checkpoints are made and which are kept. Raises ConfigError."""
     try:
         return Plan(every=Cadence.parse(options["checkpoint_every"]),
                     keep_last=options["keep_last"], keep_every=options["keep_every"],
@@ -233,12 +229,11 @@ def plan_of(options: Options) -> Plan:
 
 
 def sent(options: Options) -> Sending:
-    """Return how gradients are sent. Raises ConfigError."""
     return sending_of(options["compress"], options["predivide"], options["bucket_bytes"])
 
 
 def unusual_for_checkpoints(options: Options) -> dict[str, Any]:
-    """Return the options of checkpoints that are not the defaults, without a wish for none."""
+    """Return the options of checkpoints that are not the defaults, without a request for none."""
     given: Any = options
     return {name: given[name] for name, (_, option) in declared().items()
             if option.needs_store and given[name] != option.default
@@ -248,19 +243,9 @@ def unusual_for_checkpoints(options: Options) -> dict[str, Any]:
 NO_CHECKPOINTS = [("checkpoint_every", value) for value in (0, "0", None)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Placement:
-    """Where a job runs, after the options of the user and of the launcher were put together."""
-
-    launch: Launch
-    reduce: str
-    remarks: tuple[Remark, ...] = field(default=())
-
-
-def settled(
-    launch: Launch, options: Options, device: torch.device, words: Words = OF_TRAIN
-) -> Placement:
-    """Put together what the user and the launcher ask for."""
+def settled(launch: Launch, options: Options, device: torch.device,
+            words: Words = OF_TRAIN) -> tuple[Launch, str, list[Remark]]:
+    """Put together what the user and the launcher ask for: where the job runs, and its reducer."""
     run_dir, store = options["run_dir"], options["store"]
     remarks = remarks_on_launcher(options, launch, words.name)
     if run_dir is not None and launch.run_dir is None:
@@ -271,8 +256,7 @@ def settled(
         launch = replace(launch, attempt=newest_attempt(launch.run_dir) + 1)
     remarks += remarks_on_effect(bool(launch.run_dir or launch.store), device.type,
                                  options["cpu_threads"], unusual_for_checkpoints(options))
-    return Placement(launch=launch, reduce=options["reduce"] or launch.reduce,
-                     remarks=tuple(remarks))
+    return launch, options["reduce"] or launch.reduce, remarks
 
 
 def describe(job: Job) -> dict[str, Any]:
@@ -313,12 +297,8 @@ def has_batch_norm(model: torch.nn.Module) -> bool:
     In training mode a BatchNorm raises on one value per channel (torch/nn/functional.py,
     _verify_batch_size).
     """
-    kinds = (
-        torch.nn.BatchNorm1d,
-        torch.nn.BatchNorm2d,
-        torch.nn.BatchNorm3d,
-        torch.nn.SyncBatchNorm,
-    )
+    kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d,
+             torch.nn.SyncBatchNorm)
     return any(isinstance(module, kinds) for module in model.modules())
 
 

@@ -33,7 +33,7 @@ from elastic_trainer.events.log_shipper import Courier, shares_runs
 from elastic_trainer.events.trace import FOLDER, Trace
 from elastic_trainer.host import stacks
 from elastic_trainer.host.own import OursFirst
-from elastic_trainer.training.option_names import Words
+from elastic_trainer.options import Words
 from elastic_trainer.world.collectives import PeersLost
 
 if TYPE_CHECKING:
@@ -179,7 +179,6 @@ class Shown:
 
 @contextmanager
 def shown(events: Events) -> Iterator[None]:
-    """Show the progress of a worker that was not launched."""
     progress = Shown()
     events.listeners.append(Guarded(progress, events))
     try:

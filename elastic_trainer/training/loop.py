@@ -3,13 +3,9 @@
 job → warm-up → world (generation after generation) → here: micro-batches → reduce → vote → apply →
 the user's code → checkpoint
 
-What always holds:
-1. Where training is follows from the number of finished steps alone (schedule.py).
-2. Nothing that outlives a step changes before every worker holds the step's gradient. Then
-   everything changes together.
-3. After each finished step the user's code runs, once, up to the inner loop of the next step. Then
-   come checkpoints and changes of the world. So whatever is copied is copied at the beginning of a
-   step, after the same code on every worker.
+What always holds: after each finished step the user's code runs, once, up to the inner loop of the
+next step. Then come checkpoints and changes of the world. So whatever is copied is copied at the
+beginning of a step, after the same code on every worker.
 
 What it does not do: run the user's code. It yields stages (stages.py), and trainer.py hands them to
 the user's loop.
@@ -68,8 +64,7 @@ class Loop:
         plan = replace(plan or Plan(), compared_after=self.replica.slices if launch.horovod else 0)
         self.checkpointing = Checkpointing(open_checkpoints(launch, plan, events, describe(job)),
                                            self.state, driver, launch, events)
-        self.going_back = GoingBack(self.work, self.checkpointing, launch,
-                                    self.stop_request.forget)
+        self.going_back = GoingBack(self.work, self.checkpointing, launch, self.stop_request.forget)
         # who is here
         self.generations = Generations(launch, driver, events, self.hooks())
         self.world = self.generations.world
@@ -81,16 +76,14 @@ class Loop:
         self._microbatch_s = 0.0  # how long a micro-batch takes on this worker, by the warm-up
 
     def hooks(self) -> Hooks:
-        """Return what the life of generations asks of this loop."""
         checkpointing, microbatches = self.checkpointing, self.job.schedule.microbatches
-        return Hooks(
-            all_parts=self.replica.all_parts,
-            part_from_outliers=lambda held, among: self.going_back.part(self.world, held, among),
-            expected_step_s=lambda size: self._microbatch_s * -(-microbatches // size),
-            write_alone=self._write_while_waiting, published=checkpointing.newest_step,
-            is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
-            owes=lambda: self.after_step.owes(),
-            attend=lambda: self.after_step.evaluations.attend())
+        return Hooks(all_parts=self.replica.all_parts, part_from_outliers=lambda held,
+                     among: self.going_back.part(self.world, held, among),
+                     expected_step_s=lambda size: self._microbatch_s * -(-microbatches // size),
+                     write_alone=self._write_while_waiting, published=checkpointing.newest_step,
+                     is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
+                     owes=lambda: self.after_step.owes(),
+                     attend=lambda: self.after_step.evaluations.attend())
 
     def stages(self, has_begun: bool = True) -> Generator[Stage, None, Result]:
         """Warm up, stand ready, and train in generation after generation. A run that is known to be
@@ -181,7 +174,6 @@ class Loop:
         self._finish()
 
     def _enter(self) -> Pace:
-        """Begin a generation."""
         state, world = self.state, self.world
         self.account.enter(world)
         # The former rank 0 may have died before its line was sent. Between two phases it was sent.
@@ -210,7 +202,6 @@ class Loop:
         return self.world.share_text(text, owner)
 
     def _ballot(self, samples: int, digest: int, held: list[Part]) -> Ballot:
-        """Return this worker's ballot. A checkpoint begins at the end of a step only."""
         checkpoint, is_last = (self.checkpointing.ballot(self.world.rank),
                                self.state.phase + 1 == self.state.phases)
         return Ballot(
@@ -236,7 +227,6 @@ class Loop:
                                     self.end.is_skipped(self.state.loss), **more)
 
     def _obey(self, control: Outcome) -> None:
-        """End the generation, or the attempt, if the vote has decided so."""
         if control.stop or control.all_drain:  # nothing of the run may be lost with its workers
             self.checkpointing.publish_now(self.world, self._vote_on_checkpoint,
                                            instead=2 * control.uploaded < self.world.size)

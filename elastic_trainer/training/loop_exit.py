@@ -68,7 +68,6 @@ class LoopExit:
         return f"LoopExit({self._state})"
 
     def enter(self) -> None:
-        """Begin to watch: the loop begins."""
         before = getattr(sys.excepthook, "__self__", None)
         if isinstance(before, LoopExit) and before._state == "left":
             before.settle()  # the script has caught what left that loop

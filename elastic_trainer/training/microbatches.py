@@ -236,7 +236,7 @@ class Microbatches:
 
     def _remedy_for_changes(self) -> str:
         words = self.job.words
-        return f"Change it {words.behind}, or {words.inside} as a function of the step's number."
+        return f"Change it {words.after}, or {words.inside} as a function of the step's number."
 
     def raise_if_failed(self, failed_rank: int, world: World) -> None:
         """Raise an exception of the user's code on all workers, if a vote has reported one.

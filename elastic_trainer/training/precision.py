@@ -186,7 +186,6 @@ class Scaling:
         return type(self._scaler).scale(self._scaler, loss)
 
     def _scale_marked(self, outputs: Any) -> Any:
-        """Scale what the user's code hands over, as the scaler does."""
         scaled = self._plain_scale(outputs)
         for one in [scaled] if isinstance(scaled, torch.Tensor) else scaled:
             if isinstance(one, torch.Tensor) and one.requires_grad:
@@ -200,7 +199,6 @@ class Scaling:
         self._scaled.add(torch._C._current_graph_task_id())
 
     def open(self) -> None:
-        """Begin a micro-batch."""
         self._is_in_step = False
         if self._scaler is None:
             return
@@ -222,7 +220,6 @@ class Scaling:
             and (is_scaled or was is not parameter.grad))
 
     def check(self) -> None:
-        """Raise RuntimeError if passes of the user's own in this micro-batch were not scaled."""
         if self._scaler is not None and (wrong := list(self._unscaled())):
             raise RuntimeError(UNSCALED.format(names=some(wrong), scale=self._scaler.get_scale()))
 

@@ -48,8 +48,6 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class Proving:
-    """What one worker proves."""
-
     def __init__(self, job: Job, state: LiveState):
         self.job, self.state = job, state
         describe(job)
@@ -135,7 +133,6 @@ def _indexes(dataset: Any, deepest: int) -> Iterator[Index]:
 # --- the program ----------------------------------------------------------------------------------
 
 def describe(job: Job) -> None:
-    """Note the tensors and modules of a job, at the first call."""
     if job.built:
         return
     model = job.model

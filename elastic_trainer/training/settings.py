@@ -1,33 +1,67 @@
-"""Check the options of train(), and remark on those that another option overrides.
+"""Which options, configuration and settings hold, and a remark on each that another one overrides.
 
-train()'s options → here → one line on stderr and one event each, by rank 0 (loop.py)
+options of train(), --override, configuration → here → job.py, worker.py
+launcher's environment, or a TOML file → configuration() → script, Trainer
+settings of a resumed run ⇄ those given now → here → account.py; one line on stderr and one event
+for each remark, by rank 0
+
+    from elastic_trainer import Trainer, configuration
+
+    config = configuration()
+    model = Net(width=config["model"]["width"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=config["training"]["lr"])
+    trainer = Trainer(model, optimizer, dataset, **config.training)
 
 What always holds:
 1. Each remark names the key, the values, and which of them holds.
-2. Everything here is a pure function of values.
+2. A configuration that was given, and has no effect, is an error: the script must call
+   configuration(), and Trainer's options must have the values of the section `training`.
+3. A change of a key that changes the bits ends a resumed run on all workers, before its first step,
+   unless `--allow-change` names the key.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from horovod.torch import Adasum
+from torch.optim.lr_scheduler import LRScheduler
 
-from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.options import Options
+from elastic_trainer.config import ADASUM, ConfigError, Launch
+from elastic_trainer.options import Options, Words, resolved
 from elastic_trainer.reduce.ring import BUCKET_BYTES
-from elastic_trainer.schedule.schedule import Schedule as Numbers
+from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.state.configuration import (
+    RUN,
+    TRAINING,
+    VARIABLE,
+    Configuration,
+    changes,
+    is_taken,
+    overrides_of,
+    require_allowed,
+    require_options,
+    taken,
+)
+from elastic_trainer.state.optimizer_values import Rates
 from elastic_trainer.state.supported import some
-from elastic_trainer.training.option_names import Words
-from elastic_trainer.training.several_optimizers import Schedulers, Several, kind_of
+from elastic_trainer.training.optimizers import Schedulers, kind_of
+from elastic_trainer.wire.redact import redacted_settings
 
-Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
-"""What sets the learning rates, when the global batch is known."""
+if TYPE_CHECKING:
+    from elastic_trainer.training.job import Job
+
+T = TypeVar("T")
+NO_CONFIGURATION = (
+    "The script asks for a configuration, and none is given. Start it with --config run.toml, set "
+    "ELASTIC_TRAINER_CONFIG=run.toml, or name a file in the script: "
+    "configuration(file=\"run.toml\").")
 
 
 @dataclass(frozen=True)
@@ -39,8 +73,7 @@ class Remark:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def remarks_on_last_batch(schedule: Numbers) -> list[Remark]:
-    """Remark on the samples that `drop_last` leaves out."""
+def remarks_on_last_batch(schedule: Schedule) -> list[Remark]:
     if not (dropped := schedule.dropped_samples) or not schedule.order.drops:
         return []
     return [
@@ -52,115 +85,23 @@ def remarks_on_last_batch(schedule: Numbers) -> list[Remark]:
     ]
 
 
-def split_schedule(
-    schedule: Rates | None,
-    optimizer: torch.optim.Optimizer,
-    steps: int,
-    words: Words,
-) -> tuple[LRScheduler | None, Callable[[int], float]]:
-    """Return the torch scheduler, if there is one, and the multiplier of the rates. Raises
-    ConfigError."""
-    members = optimizer.members if isinstance(optimizer, Several) else {"": optimizer}
-    given = _schedulers_of(schedule, members)
-    for name, scheduler in given.items():
-        _require_usable(scheduler, members[name], steps, words, is_one_of_several=len(members) > 1)
-    for name, member in members.items():
-        if name not in given:
-            _require_no_scheduler(member, words)
-    if isinstance(schedule, LRScheduler):
-        return schedule, lambda step: 1.0
-    if isinstance(schedule, Mapping):
-        return Schedulers(given), lambda step: 1.0
-    return None, schedule or (lambda step: 1.0)
-
-
-def _schedulers_of(schedule: Rates | None,
-                   members: Mapping[str, torch.optim.Optimizer]) -> dict[str, LRScheduler]:
-    """Return the torch schedulers by the names of their optimizers. Raises ConfigError."""
-    names = ", ".join(map(repr, members))
-    if isinstance(schedule, Mapping):
-        odd = [name for name in schedule if name not in members]
-        if odd or not schedule or "" in members:
-            raise ConfigError(
-                f"the lr is a dict with the names {list(schedule)}, but "
-                + ("there is one optimizer. Give its torch scheduler, or a function of the step."
-                   if "" in members else f"the optimizers are {names}. Give at least one of them "
-                   f"a torch scheduler, by the same name."))
-        for name, scheduler in schedule.items():
-            if not isinstance(scheduler, LRScheduler):
-                raise ConfigError(
-                    f"the lr of {name!r} is a {type(scheduler).__name__}. A dict holds torch "
-                    f"schedulers. Use one function of the step for all optimizers, or an "
-                    f"LRScheduler for each.")
-        return dict(schedule)
-    if not isinstance(schedule, LRScheduler):
-        if schedule is not None and not callable(schedule):
-            raise ConfigError(
-                f"lr is {schedule!r}. Use a function of the step, or a torch LRScheduler.")
-        return {}
-    if "" not in members:
-        raise ConfigError(
-            f"the lr is a {type(schedule).__name__}, which sets the rates of one optimizer, "
-            f"but there are several: {names}. Give a dict of torch schedulers by these names, or a "
-            f"function of the step.")
-    return {"": schedule}
-
-
-def _require_no_scheduler(optimizer: torch.optim.Optimizer, words: Words) -> None:
-    # LRScheduler.__init__ leaves this mark on the optimizer (torch 2.13, optim/lr_scheduler.py).
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise ConfigError(
-            f"a torch learning-rate scheduler was built on this optimizer, but {words.api} was not "
-            f"given it, so both would set the rates. Hand it over as lr=scheduler, or "
-            f"build a new optimizer.")
-
-
-def _require_usable(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, steps: int,
-                    words: Words, is_one_of_several: bool) -> None:
-    """Raise ConfigError for a torch scheduler that would fail or do harm later."""
-    name = type(scheduler).__name__
-    if scheduler.optimizer is not optimizer:
-        raise ConfigError(f"the lr {name} belongs to another optimizer than "
-                          f"{words.api} was given. Build it on this one.")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        if is_one_of_several:
-            raise ConfigError(
-                f"the lr {name} follows the loss of a step, but a step with several "
-                f"optimizers has a loss for each. Use another torch scheduler, or a function of "
-                f"the step.")
-        if scheduler.mode != "min":
-            raise ConfigError(
-                f"the lr {name} has mode {scheduler.mode!r}, but it gets the loss of "
-                f"each step, which is to fall. Use mode='min', or set the rate by a function of "
-                f"the step.")
-    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
-        raise ConfigError(
-            f"the lr {name} has total_steps {scheduler.total_steps}, but the run has "
-            f"{steps} steps, so it would raise at the end. Use OneCycleLR(total_steps={steps}).")
-
-
 # --- what a resumed run was built with before -----------------------------------------
 
-PROGRESS_KEYS = {
-    "last_epoch", "base_lrs", "min_lrs", "best", "num_bad_epochs", "cooldown_counter", "T_cur"
-}
+PROGRESS_KEYS = {"last_epoch", "base_lrs", "min_lrs", "best", "num_bad_epochs", "cooldown_counter",
+                 "T_cur"}
 """The keys of a torch scheduler's state that are no settings, besides those that begin with "_"."""
 OLDER = {"precision": "fp32", "predivide": 1.0, "bucket_bytes": BUCKET_BYTES}
 """The settings of runs whose checkpoints do not have them: of version 0.1."""
 CONFIGURATION = "configuration"
-"""The setting that is the run's configuration, which configured.py compares."""
+"""The setting that is the run's configuration, which `compared` compares."""
 PROOF = "proof"
 """The setting that is the run's proof (wire/proof.py), which account.py compares."""
 RUN_HOLDS = ("optimizer.", "schedule.", "scaler.")
 """Settings that are in the state, so a checkpoint brings its own."""
 
 
-def settings_of(
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler | None,
-    scaler: torch.amp.GradScaler | None,
-    **more: Any,
-) -> dict[str, Any]:
+def settings_of(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None,
+                scaler: torch.amp.GradScaler | None, **more: Any) -> dict[str, Any]:
     """Return what a job was built with, as JSON values: before its first step, and before a
     checkpoint is read."""
     found: dict[str, Any] = {"optimizer": kind_of(optimizer), **more}
@@ -169,10 +110,8 @@ def settings_of(
         place = f"optimizer.groups[{number}]" if len(groups) > 1 else "optimizer"
         # A scheduler has changed lr already.
         doubled = {"params", "lr" if "initial_lr" in group else "initial_lr"}
-        found |= {
-            f"{place}.{key}": _plain(value)
-            for key, value in group.items() if key not in doubled
-        }
+        found |= {f"{place}.{key}": _plain(value) for key,
+                  value in group.items() if key not in doubled}
     if scheduler is not None:
         found |= {f"schedule.{key}": value for key, value in _scheduler_settings(scheduler).items()}
     if scaler is not None and (kept := scaler.state_dict()):
@@ -197,18 +136,11 @@ def settle(run: dict[str, Any], given: dict[str, Any],
 
 
 def schedule_differs(step: int, used: float, now: float) -> list[Remark]:
-    """Remark that a function of the step gives another rate for a step that is done."""
     return [] if used == now or used != used else [
-        _differs(f"schedule (the rate of step {step})", used, now, "given")
-    ]
+        _differs(f"schedule (the rate of step {step})", used, now)]
 
 
-def configuration_differs(key: str, run: Any, given: Any) -> Remark:
-    """Remark that a key of the configuration has another value than the run had."""
-    return _differs(key, run, given, "given")
-
-
-def _differs(key: str, run: Any, given: Any, holds: str) -> Remark:
+def _differs(key: str, run: Any, given: Any, holds: str = "given") -> Remark:
     what = {
         "run": "The run's value holds, because it is part of the checkpoint. To train with the "
                "other value, give the run another name (--run, run_dir)",
@@ -314,3 +246,138 @@ def remarks_on_sparse(found: Mapping[str, int]) -> list[Remark]:
 def _ignored(option: str, value: Any, because: str, remedy: str) -> Remark:
     return Remark("job.option_ignored", f"{option} {value!r} has no effect: {because}. {remedy}.",
                   {"option": option, "value": value, "because": because})
+
+
+# --- the configuration ---------------------------------------------------------------------------
+
+@overload
+def configuration(model: None = None, *, file: str | Path | None = None) -> Configuration: ...
+@overload
+def configuration(model: type[T], *, file: str | Path | None = None) -> T: ...
+def configuration(model: type[T] | None = None, *,
+                  file: str | Path | None = None) -> Configuration | T:
+    """Return the configuration of this run: that of the launcher (`--config`, `--set`), or of the
+    file that the variable ELASTIC_TRAINER_CONFIG names, or else of `file`.
+
+    `config["model"]["width"]` is a value of a section, `config.training` has the options for
+    Trainer and train(). Nothing of it can be changed.
+
+    `model` is a dataclass or a pydantic model whose fields are the user's sections: then they are
+    validated, and an instance of it is returned. Raises ConfigError.
+    """
+    text = Launch.from_environment().configuration or (str(file) if file is not None else "")
+    if not text or not (found := taken(text, file)) and overrides_of(text):
+        raise ConfigError(NO_CONFIGURATION)
+    os.environ[VARIABLE] = text  # Trainer finds it there, as it does under a launcher
+    require_options(found)
+    return found if model is None else _validated(found, model)
+
+
+def _validated(found: Configuration, model: type[T]) -> T:
+    from pydantic import TypeAdapter, ValidationError
+
+    fields = (set(getattr(model, "model_fields", ())) or
+              {field.name for field in dataclasses.fields(model)})  # type: ignore[arg-type]
+    given = found.as_dict()
+    for section in (TRAINING, RUN):
+        if section not in fields:
+            given.pop(section, None)
+    if unknown := sorted(given.keys() - fields):
+        raise ConfigError(f"{found.source} has the section {unknown[0]}, which "
+                          f"{model.__name__} does not have. Add the field, or leave it out.")
+    try:
+        return TypeAdapter(model).validate_python(given)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        raise ConfigError(f"{found.source} has no valid {key}: {fault['msg']}. Correct it in the "
+                          f"file, or with --set {key}=VALUE.") from error
+
+
+# --- a configuration in use -----------------------------------------------------------------------
+
+def in_force(given: Options, words: Words) -> Options:
+    """Return the options that hold: the script's, those of --override over them, and the defaults.
+    Raises ConfigError."""
+    if given.get("reduce") == Adasum:  # a number
+        raise ConfigError(ADASUM)
+    overrides = overrides_of(Launch.from_environment().configuration)
+    held: Options = resolved(given, overrides, words.api)
+    return held
+
+
+def in_use(job: Job, options: Options) -> Job:
+    """Return the job with the configuration that it has. Raises ConfigError where the script does
+    not use it."""
+    text = Launch.from_environment().configuration
+    overrides = overrides_of(text)
+    if overrides:
+        job = replace(job, remarks=(*job.remarks, _overridden(overrides, job)))
+    if text and not is_taken(text) and Configuration.from_text(text):
+        raise ConfigError(
+            "A configuration is given (--config, --set, ELASTIC_TRAINER_CONFIG), but the script "
+            "does not read it, so it has no effect. Call `config = configuration()` of "
+            "elastic_trainer and use its values, or leave --config and --set out.")
+    if not text or not is_taken(text):
+        return job
+    found, held = taken(text), cast(Mapping[str, Any], options)
+    for key, value in found.training.items():
+        if held[key] != value and key not in overrides:
+            raise ConfigError(
+                f"{found.source} has {TRAINING}.{key} = {value!r}, but the script gives "
+                f"{job.words.api} {held[key]!r}. Use {job.words.name}(…, **config.training).")
+    unread = redacted_settings(found.unread())
+    remarks = tuple(_ignored(key, value, "the script has not read it before training begins",
+                             "Read it from configuration(), or leave it out")
+                    for key, value in unread.items())
+    return replace(job, configuration=redacted_settings(found.flat()),
+                   remarks=(*job.remarks, *remarks))
+
+
+def _overridden(overrides: Mapping[str, Any], job: Job) -> Remark:
+    numbers = job.schedule
+    told = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
+    return Remark(
+        "job.overridden", f"--override holds over the script's options: {told}.",
+        {"steps": numbers.steps, "microbatches": numbers.microbatches,
+         "global_batch": numbers.global_batch})
+
+
+# --- a run goes on --------------------------------------------------------------------------------
+
+def compared(run: Mapping[str, Any], built: Mapping[str, Any], launch: Launch) -> list[Remark]:
+    """Return remarks on a configuration that differs from the run's. Raises ConfigError for changes
+    that are not allowed."""
+    was, now = run.get(CONFIGURATION), built.get(CONFIGURATION)
+    if was is None:
+        return [] if now is None else [_differs("configuration", None, sorted(now))]
+    found = changes(was, now or {})
+    require_allowed(found, launch.allow_change, launch.run)
+    return [_differs(change.key, change.was, change.now) for change in found]
+
+
+def allowed_settings(run: Mapping[str, Any], built: Mapping[str, Any],
+                     allow_change: Collection[str]) -> dict[str, Any]:
+    """Return the settings of the optimizer that the user lets change: their last names are those of
+    allowed keys (training.lr: optimizer.lr)."""
+    names = {key.rpartition(".")[2] for key in allow_change}
+    return {key: value for key, value in built.items() if key.startswith("optimizer.")
+            and (key.rpartition(".")[2] in names or "optimizer" in allow_change)
+            and key in run and run[key] != value}
+
+
+def hold_given(allowed: Mapping[str, Any], optimizer: torch.optim.Optimizer, rates: Rates) -> None:
+    """Let the given settings hold in the optimizer, which has those of the checkpoint. Raises
+    ConfigError."""
+    for key, value in allowed.items():
+        place, _, name = key.rpartition(".")
+        number = int(place.partition("[")[2].rstrip("]") or 0)
+        if name in ("lr", "initial_lr"):
+            if rates.scheduler is not None:
+                raise ConfigError(
+                    f"--allow-change names {name}, but a torch scheduler sets the rates, and it is "
+                    f"part of the checkpoint. Use a function of the step, or leave it out.")
+            rates.rebase(number, value)
+        else:
+            group = optimizer.param_groups[number]
+            group[name] = tuple(value) if isinstance(group.get(name), tuple) else value

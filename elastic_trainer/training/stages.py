@@ -3,10 +3,9 @@ finished.
 
 micro-batches, warm_up, loop → here → trainer (the iterator), train()
 
-What always holds:
-1. The user's code never runs inside the frames of the loop. It runs between two stages.
-2. `Microbatch.backward` raises what is the user's error. What the loop has to handle (a member is
-   gone, `.grad` was written to) is kept, and raised inside the loop at the next stage.
+What always holds: `Microbatch.backward` raises what is the user's error. What the loop has to
+handle (a member is gone, `.grad` was written to) is kept, and raised inside the loop at the next
+stage.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class Portion:
         self.error: BaseException | None = None
 
     def fail(self, error: BaseException) -> None:
-        """Keep what the user's code has raised, for the other workers."""
         self.error = error
 
 

@@ -2,10 +2,8 @@
 
 stages of a worker → here → the user's `for batch in step` → step.backward, step.log → the worker
 
-What always holds:
-1. A step that broke is handed out again by the same inner iterator.
-2. What a step knows only when it is finished raises before that. A step that is over raises
-   whatever is asked.
+What always holds: what a step knows only when it is finished raises before that. A step that is
+over raises whatever is asked.
 """
 
 from __future__ import annotations
@@ -198,7 +196,6 @@ class Step:
         return self._microbatch.advice if self._microbatch else ""
 
     def give_up(self, error: BaseException) -> None:
-        """Leave out the batch in hand: the user's code has raised."""
         if self._microbatch:
             self._microbatch.fail(error)
 
@@ -250,7 +247,6 @@ class Step:
             f"in step` to its end: it ends when the step is finished on every worker.")
 
     def _finished(self, what: str) -> Loop:
-        """Return the loop, which knows what a finished step has found."""
         self._require_not_over()
         if self._stage != "finished":
             raise RuntimeError(
@@ -286,7 +282,7 @@ def note_rates(step: Step) -> None:
     step._finished("the learning rate").state.rates.note()
 
 
-def log_behind(step: Step, metrics: Mapping[str, Any]) -> None:
+def log_after(step: Step, metrics: Mapping[str, Any]) -> None:
     """Log what hooks after a finished step have found, under the names that loggers have
     ("train/loss_epoch"). Every worker calls it alike."""
     loop = step._finished("a logged number")

@@ -50,7 +50,6 @@ def is_checkpoint_due(every: Cadence, *, step: int, begun_step: int, waited_s: f
 
 
 def is_overdue(age_s: float, interval_s: float) -> bool:
-    """Return whether the newest checkpoint is too old."""
     return age_s > max(OVERDUE_S, OVERDUE_INTERVALS * interval_s)
 
 
@@ -71,7 +70,6 @@ class Timing:
         self._is_overdue = False
 
     def enter(self) -> None:
-        """Begin a generation."""
         self._upload.enter()
 
     def step(self, seconds: float, is_uploading: bool) -> None:
@@ -112,7 +110,6 @@ class Timing:
                              newest_step=newest_step)
 
     def is_due(self, step: int, failures: int) -> bool:
-        """Return whether a checkpoint after `step` is due."""
         begun_step = step - 1 if self._begun_step is None else self._begun_step
         return is_checkpoint_due(self.every, step=step, begun_step=begun_step, failures=failures,
                                  waited_s=time.monotonic() - self.begun_at,
@@ -169,13 +166,11 @@ class Told:
 
 
 def newest(known: Known) -> str:
-    """Return a sentence on the newest checkpoint."""
     return (f"The newest checkpoint is that of step {known.newest_step}." if known.newest_step > 0
             else "There is no checkpoint.")
 
 
 def tell_last(step: int, known: Known) -> None:
-    """Tell a person that an attempt ends without a checkpoint of its last step."""
     _print(f"the checkpoint of step {step} was not written ({known.why}). {newest(known)} The same "
            f"command does the steps after it again.")
 

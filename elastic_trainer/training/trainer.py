@@ -1,4 +1,4 @@
-"""Training, for the loop of the user. Read this first.
+"""Training, for the loop of the user, and train() for a loss as a function. Read this first.
 
 model, optimizer, dataset, numbers → here → the user's `for step in trainer` ⇄ stages of a worker
 (worker.py, loop.py)
@@ -12,7 +12,9 @@ model, optimizer, dataset, numbers → here → the user's `for step in trainer`
         print(step.number, step.epoch, step.loss)   # here the step is finished, on every worker
 
 A script with this loop runs under `./horovodrun_elastic.sh -- python my_train.py`, under plain
-`horovodrun --host-discovery-script …`, and alone. train() is the same with a loss as a function.
+`horovodrun --host-discovery-script …`, and alone. train() is the same with a loss as a function:
+
+    train(model, optimizer, dataset, loss=loss, global_batch=256, microbatches=16, until="3 epochs")
 
 What always holds:
 1. All collectives happen inside `next()`. The user's code never runs in a frame of ours.
@@ -26,21 +28,30 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 
 from elastic_trainer.data.loader import Loader
 from elastic_trainer.evaluate.best import NOT_KEPT, Best
-from elastic_trainer.evaluate.evaluation import NOT_FINISHED, Examination, Fn
-from elastic_trainer.options import Options, shows_options
-from elastic_trainer.training.configured import in_force
+from elastic_trainer.evaluate.evaluation import (
+    NOT_FINISHED,
+    Evaluation,
+    Examination,
+    Fn,
+    examination_of,
+    require_evaluation,
+)
+from elastic_trainer.options import OF_TRAIN, OF_TRAINER, Options, shows_options
+from elastic_trainer.schedule.intervals import ends_interval
 from elastic_trainer.training.job import Result, checked
 from elastic_trainer.training.loop_exit import LoopExit
-from elastic_trainer.training.option_names import OF_TRAINER
-from elastic_trainer.training.several_optimizers import hooked
-from elastic_trainer.training.stages import Stage
+from elastic_trainer.training.optimizers import hooked
+from elastic_trainer.training.precision import Precision
+from elastic_trainer.training.settings import in_force
+from elastic_trainer.training.stages import Finished, Microbatch, Stage
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.worker import Worker
 
@@ -87,12 +98,9 @@ class Trainer:
     """The trainer whose loop runs in this thread."""
 
     @shows_options()
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
-        dataset: Any, **options: Unpack[Options],
-    ):
+    def __init__(self, model: torch.nn.Module,
+                 optimizer: torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer],
+                 dataset: Any, **options: Unpack[Options]):
         held = in_force(options, OF_TRAINER)
         self._worker = Worker(checked(model, optimizer, dataset, held, words=OF_TRAINER), held)
         self._stages = self._worker.stages()
@@ -257,13 +265,11 @@ class Trainer:
             raise
 
     def _fail(self, error: RuntimeError) -> NoReturn:
-        """End the run with a misuse of the loop."""
         self._exit.finish()
         self._worker.fail(error)
         raise error
 
     def _end_with(self, error: BaseException) -> None:
-        """End the run on all workers with an exception that has left the loop."""
         if self._step and self._worker.must_vote:
             self._step.give_up(error)
         self._worker.end_with(error, self._stages)
@@ -274,3 +280,77 @@ def caught(error: BaseException) -> RuntimeError:
     return RuntimeError(
         f"the run has ended with {type(error).__name__}, which the script has caught "
         f"({str(error)[:200]}). Let the exception end the script.")
+
+
+# --- train() -------------------------------------------------------------------------------------
+
+Loss = Callable[[torch.nn.Module, Any], torch.Tensor | tuple[torch.Tensor, Any]]
+
+
+@shows_options()
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, *, loss: Loss,
+          evaluate: Evaluation | None = None, after_step: Callable[[int], None] | None = None,
+          **options: Unpack[Options]) -> Result:
+    """Train to the end, whatever the fleet does, and return the same result on every worker.
+
+    Every worker calls this with a model that was built with the same seed. `loss(model, batch)`
+    returns the mean over the batch's samples, a scalar; or a pair: the sum over what was counted
+    (tokens, pixels), and the count, as `step.backward(loss_sum, count=n)` has them. `dataset` has
+    `len` and `[i]` (or `__getitems__`). `after_step(step)` runs on every worker alike, as the last
+    part of each step, under torch.no_grad(): a backward pass of its own needs `with
+    torch.enable_grad():`. Modules, parameters and the optimizer's groups stay the same objects.
+    `evaluate` evaluates the model after steps: `Evaluation(held_out, measure, every="1 epoch")`.
+    The section Options of the reference has the options (options.py).
+
+    Raises ConfigError for what cannot work, and what the user's code raises (UserExited for its
+    sys.exit()). Leaves by SystemExit 75 if this worker is not wanted any more.
+    """
+    held = in_force(options, OF_TRAIN)
+    job = checked(model, optimizer, dataset, held, after_step)
+    require_evaluation(evaluate, job)
+    worker = Worker(job, held)
+    return drive(worker.stages(), model, loss, job.precision,
+                 partial(evaluate_after, evaluate, worker) if evaluate else lambda *_: None)
+
+
+def drive(stages: Generator[Stage, None, Result], model: torch.nn.Module, loss: Loss,
+          precision: Precision,
+          after: Callable[[int, Callable[[], Stage]], None] = lambda *_: None) -> Result:
+    """Run the loss of each micro-batch, until the run is finished. What it raises is voted: all
+    workers stop in one step. `after` runs after each finished step."""
+    while True:
+        try:
+            stage = next(stages)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+        if isinstance(stage, Microbatch):
+            try:
+                with precision.batch():
+                    found = loss(model, stage.batch)
+                stage.backward(*(found if type(found) is tuple and len(found) == 2 else (found,)))
+            except KeyboardInterrupt:
+                stages.close()
+                raise
+            except BaseException as error:  # sys.exit() too
+                stage.fail(error)
+        elif isinstance(stage, Finished):
+            after(stage.step, partial(next, stages))
+
+
+def evaluate_after(evaluate: Evaluation, worker: Worker, step: int,
+                    draw: Callable[[], Stage]) -> None:
+    """Evaluate the model after a step if that is due. None is due when a finished run is started
+    once more: then its last step is shown again."""
+    assert worker.loop
+    steps_per_epoch = worker.job.schedule.steps_per_epoch
+    if not worker.loop.after_step.is_running or not ends_interval(
+            evaluate.every, step, steps_per_epoch, worker.loop.state.clocks_ms):
+        return
+    with worker.averaged() if evaluate.averaged else nullcontext():
+        means = worker.evaluate(examination_of(evaluate, worker.job), draw)
+    try:
+        worker.take_for_best(means)
+    except Exception as error:  # on all workers alike
+        worker.fail(error)
+        raise

@@ -13,7 +13,7 @@ What always holds:
    value is carried from one micro-batch to the next, or the loss draws random numbers of its own:
    that is an error. Where the machine itself may give other bits (`may_waver`), only a large
    difference of the loss is one, and the worker reports no result of its arithmetic.
-4. With several optimizers it tries the first phase only (several_optimizers.py).
+4. With several optimizers it tries the first phase only (optimizers.py).
 
 What it does not do: find a value that changes no result of these micro-batches (a counter that acts
 every tenth batch).
@@ -126,8 +126,6 @@ Trial = Generator[Microbatch, None, Tried]
 
 @dataclass(frozen=True)
 class Warm:
-    """The findings of the warm-up."""
-
     arithmetic: Arithmetic
     microbatch_s: float
     """How long one micro-batch takes."""
@@ -217,8 +215,6 @@ class WarmUp:
                                             (0, larger))
 
     def _advice_on_one(self, samples: int) -> str:
-        """Return the remedy if a BatchNorm fails on the first micro-batch, because it is one
-        sample."""
         job = self.job
         if samples > 1 or not has_batch_norm(job.model):
             return ""
@@ -269,7 +265,7 @@ class WarmUp:
         if self.job.schedule.microbatches > 1 and (
                 free := [name for name, rule in self.job.buffers.of(before).items()
                          if rule is None and has_changed(name)]):
-            raise ConfigError(self.job.buffers.refusal(free, self.job.words.behind))
+            raise ConfigError(self.job.buffers.refusal(free, self.job.words.after))
 
     def _try_backward(self, indices: numpy.ndarray, place: tuple[int, int],
                       check_buffers: Callable[[], None], advice: str) -> Trial:

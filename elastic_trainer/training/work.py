@@ -11,7 +11,6 @@ What it does not do: replace a checkpoint. The memory file is gone with the mach
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 
 import torch
 
@@ -25,9 +24,9 @@ from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
 from elastic_trainer.training.job import Job, cut_of
+from elastic_trainer.training.optimizers import members_of
 from elastic_trainer.training.precision import Scaling
 from elastic_trainer.training.settings import CONFIGURATION, settings_of
-from elastic_trainer.training.several_optimizers import members_of
 from elastic_trainer.world import revive
 from elastic_trainer.world.replicas import Replica
 
@@ -46,32 +45,19 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
         state.run_id = secrets.token_hex(8)  # that of rank 0 holds: the others receive its state
     if job.best:
         state.facts = job.best.facts
-    state.settings = settings_of(job.optimizer, job.scheduler, job.scaler,
-                                 clip_norm=job.clip_norm, clip_value=job.clip_value,
-                                 **sending.settings, on_nan=job.on_nan, **job.buffers.settings,
-                                 precision=job.precision.name,
-                                 loader=job.readers.training.seeds_samples,
-                                 **(job.average.settings if job.average else {}),
-                                 **(job.best.settings if job.best else {}),
-                                 **({CONFIGURATION: dict(job.configuration)}
-                                    if job.configuration else {}))
+    state.settings = settings_of(
+        job.optimizer, job.scheduler, job.scaler, clip_norm=job.clip_norm,
+        clip_value=job.clip_value, **sending.settings, on_nan=job.on_nan, **job.buffers.settings,
+        precision=job.precision.name, loader=job.readers.training.seeds_samples,
+        **(job.average.settings if job.average else {}), **(job.best.settings if job.best else {}),
+        **({CONFIGURATION: dict(job.configuration)} if job.configuration else {}))
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a micro-batch needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))
     return state
 
 
-def reducer_of(reduce: str, flat: Flat, job: Job, sending: Sending, note: Callable[..., None]
-               ) -> Reducer:
-    """Return the reducer of this name. `note` gets the facts of what it sends in 16 bits."""
-    if reduce == "exact":
-        return ExactReducer(flat, job.schedule.microbatches)
-    return RingReducer(flat, job.schedule.microbatches, sending, note)
-
-
 class Work:
-    """What one worker works on."""
-
     def __init__(self, job: Job, reduce: str, sending: Sending, events: Events):
         self.job, self.reduce, self.events = job, reduce, events
         self.state = state_of(job, reduce, sending)
@@ -79,8 +65,11 @@ class Work:
         """Those that the job was built with. A checkpoint brings others."""
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device, job.buffers)
-        self.reducer = reducer_of(reduce, self.flat, job, sending, lambda **facts: events.emit(
-            "worker.gradients_compressed", step=self.state.committed, **facts))
+        self.reducer: Reducer = ExactReducer(self.flat, job.schedule.microbatches)
+        if reduce != "exact":
+            self.reducer = RingReducer(
+                self.flat, job.schedule.microbatches, sending, lambda **facts: events.emit(
+                    "worker.gradients_compressed", step=self.state.committed, **facts))
         self.scaling = Scaling(job.scaler, self.flat.gradients)
         self._steps = 0
         self.require_kept(begins=True)

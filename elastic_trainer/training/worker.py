@@ -3,10 +3,8 @@ exit code.
 
 train() and Trainer → here → loop; exceptions → here → driver, event log, exit code
 
-What always holds:
-1. The user's own exception ends the run on all ranks, at once, with its traceback, and is never
-   retried.
-2. Exit code 0 means that the run is finished. A worker that is not wanted any more leaves with 75.
+What always holds: exit code 0 means that the run is finished. A worker that is not wanted any more
+leaves with 75. failures.py says what an exception does.
 """
 
 from __future__ import annotations
@@ -32,11 +30,9 @@ from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.loggers.rows import Rows
 from elastic_trainer.options import Options
 from elastic_trainer.reduce.ring import Sending
-from elastic_trainer.training import debugger
+from elastic_trainer.training import averages, debugger
 from elastic_trainer.training.account import is_finished, is_in_store
 from elastic_trainer.training.after_step import StopRequest
-from elastic_trainer.training.averages import NOT_AVERAGED, SHOWN
-from elastic_trainer.training.configured import in_use
 from elastic_trainer.training.determinism import (
     advise_on_shapes,
     choose_settings,
@@ -55,6 +51,7 @@ from elastic_trainer.training.failures import (
 from elastic_trainer.training.job import Job, Result, plan_of, sent, settled
 from elastic_trainer.training.listeners import open_timeline, opened, shown
 from elastic_trainer.training.loop import Loop
+from elastic_trainer.training.settings import in_use
 from elastic_trainer.training.stages import Begun, Microbatch, Portion, Stage
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.world import standby as standby
@@ -175,17 +172,16 @@ class Worker:
             # Under plain horovodrun. Our driver enables it before the first import.
             if not faulthandler.is_enabled():
                 faulthandler.enable()
-        placement = settled(launch, self.options, self.job.device, self.job.words)
-        launch = placement.launch
-        choose_settings(self.job.device.type, placement.reduce, self._compiler)
-        self.job = replace(self.job, remarks=(*self.job.remarks, *placement.remarks))
+        launch, reduce, remarks = settled(launch, self.options, self.job.device, self.job.words)
+        choose_settings(self.job.device.type, reduce, self._compiler)
+        self.job = replace(self.job, remarks=(*self.job.remarks, *remarks))
         self.launch, self.events = opened(launch, [
             *(self.options["listeners"] or ()), *self.rows.listeners()])
         self.job.readers.report_to(partial(self.events.emit, "worker.loader_restarted"))
         self.rows.begin(self.launch.run_dir, self.events.emit)
         if self.options["timeline"] or launch.timeline:
             open_timeline(self.launch, self.events, self.job.words)
-        return placement.reduce
+        return reduce
 
     def fail(self, error: BaseException) -> None:
         """End this worker: by SystemExit, as a dead one, or by an error that the caller raises."""
@@ -218,7 +214,6 @@ class Worker:
         self.events.flush()
 
     def end_with(self, error: BaseException, stages: Iterator[Stage]) -> None:
-        """End the run on all workers with an exception that has left the user's loop."""
         if not self.must_vote:
             self.report(error)
             return
@@ -254,18 +249,13 @@ class Worker:
                                  value=best.value)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Let the model have the averaged weights for a while."""
-        if self.job.average is None:
-            raise RuntimeError(NOT_AVERAGED)
-        return self.job.average.shown()
+        return averages.shown(self.job.average)
 
     def left_averaged(self) -> RuntimeError | None:
-        """Return what to raise if a step ends while the model has the averaged weights."""
         is_shown = self.job.average is not None and self.job.average.is_shown
-        return RuntimeError(SHOWN) if is_shown else None
+        return RuntimeError(averages.SHOWN) if is_shown else None
 
     def forbid_step(self, *_: Any) -> None:
-        """Raise RuntimeError if the user's code steps the optimizer."""
         if not self.is_applying:
             raise RuntimeError(
                 "optimizer.step() was called in the loop. The trainer calls it once for each step, "
@@ -273,7 +263,6 @@ class Worker:
                 "too: it is not needed.")
 
     def finish(self, reason: str) -> None:
-        """Ask all workers to finish the run; the next vote carries it."""
         self.stop_request.ask(str(reason))
 
     def leave(self, how: str, *, saves: bool = False) -> None:
@@ -306,7 +295,6 @@ class Worker:
 
 
 def report_memory(device: torch.device, events: Events) -> None:
-    """Emit the most memory that torch has held on the GPU, if there is one."""
     if device.type == "cuda":
         events.emit("worker.memory_measured", device_bytes=torch.cuda.max_memory_reserved(device))
 
@@ -322,7 +310,6 @@ def require_main_thread(driver: Driver) -> None:
 
 
 def run_dir_of(options: Options) -> Path | None:
-    """Return the folder of the run: the launcher's, or the user's."""
     given = Launch.from_environment().run_dir or options["run_dir"]
     return Path(given) if given else None
 
