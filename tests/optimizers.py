@@ -288,7 +288,7 @@ class LookaheadOfStates(Wrapper):
 
 
 class LookaheadOfLists(Wrapper):
-    """github.com/lonePatient/lookahead_pytorch: lists of slow weights, changed behind `.data`."""
+    """github.com/lonePatient/lookahead_pytorch: lists of slow weights, changed through `.data`."""
 
     def __init__(self, optimizer: Optimizer, k: int = 3, alpha: float = 0.5) -> None:
         self.optimizer, self.k, self.alpha = optimizer, k, alpha

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from elastic_trainer.world.vote import Ballot, Outcome, outcome_of
+
+
+def in_threads(size: int, act: Callable[[int], Any],
+               give_up: Callable[[], None] = lambda: None) -> list[Any]:
+    """Run `act` of each rank in a thread, and return what they return. The first exception gives
+    up, and is raised here."""
+    results, errors = [None] * size, list[BaseException]()
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(rank)
+        except BaseException as error:
+            errors.append(error)
+            give_up()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def in_worlds(size: int, act: Callable[[Member], Any]) -> list[Any]:
+    """Run `act(member)` in one thread for each rank of a world, and return the results."""
+    hub = Hub(size)
+    return in_threads(size, lambda rank: act(Member(hub, rank)), hub.barrier.abort)
 
 
 class Hub:

@@ -14,7 +14,7 @@ from faults import RELEASED, Plan
 from test_evaluation import HELD_OUT, breaking_gathers, found, model_of
 from test_faults import FEW, host
 from test_loop import mse
-from test_trainer import Model, in_a_breaking_world, trainer_of
+from test_trainer import Model, in_a_breaking_world, loop, trainer_of
 from torch.optim import swa_utils
 
 from elastic_trainer import ConfigError, Swa
@@ -24,25 +24,24 @@ KINDS: list[dict[str, Any]] = [{"ema": 0.9}, {"swa": Swa(from_step=2, every=2)}]
 
 
 def bits(model: Model) -> list[bytes]:
-    return [tensor.detach().numpy().tobytes()
-            for tensor in [*model.parameters(), *model.buffers()]]
+    return [tensor.detach().numpy().tobytes() for tensor in [*model.parameters(), *model.buffers()]]
 
 
 def run(model: Model, **options: Any) -> tuple[str, list[bytes], list[Any]]:
     """Train, and evaluate the averaged weights after each step that has some."""
     torch.manual_seed(0)
     trainer, seen = trainer_of(model, **options), []
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
+
+    def after(step: Any) -> None:
         if step.number > 2:
             before = bits(model)
             with trainer.averaged():
                 seen.append(trainer.evaluate(HELD_OUT, found, batch_size=7))
             assert bits(model) == before
+
+    sha256 = loop(trainer, model, after=after)
     with trainer.averaged():
-        averaged = bits(model)
-    return trainer.result.weights_sha256, averaged, seen
+        return sha256, bits(model), seen
 
 
 @pytest.mark.parametrize("options", KINDS)
@@ -52,14 +51,11 @@ def test_the_average_has_the_bits_of_torchs_averaged_model(options: dict[str, An
     peer: Any = swa_utils.AveragedModel(
         other, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9) if "ema" in options
         else swa_utils.get_swa_multi_avg_fn())
-    trainer = trainer_of(other)
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(other, batch))
-        if "ema" in options or (step.number >= 2 and step.number % 2 == 0):
-            peer.update_parameters(other)
+    other_sha256 = loop(trainer_of(other), other, after=lambda step: (
+        "ema" in options or (step.number >= 2 and step.number % 2 == 0))
+        and peer.update_parameters(other))
     sha256, averaged, _ = run(ours, **options)
-    assert sha256 == trainer.result.weights_sha256
+    assert sha256 == other_sha256
     if "ema" in options:
         assert averaged == bits(peer.module)
     else:  # its buffers are those of its last update
@@ -86,8 +82,7 @@ def test_the_average_has_the_same_bits_when_the_generation_breaks_while_it_is_sh
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_the_average_goes_on_when_a_run_is_resumed(options: dict[str, Any],
-                                                   tmp_path: Path) -> None:
+def test_the_average_goes_on_when_a_run_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
     straight, model = run(model_of(), **options), model_of()
     torch.manual_seed(0)
     trainer = trainer_of(model, run_dir=tmp_path / "run", checkpoint_every=1, **options)
@@ -103,10 +98,7 @@ def test_the_average_goes_on_when_a_run_is_resumed(options: dict[str, Any],
 def test_batch_norm_can_be_refreshed_while_the_average_is_shown() -> None:
     """The model keeps its own statistics, and a second block has the refreshed ones no more."""
     model = model_of()
-    trainer = trainer_of(model, swa=Swa(from_step=1))
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
+    loop(trainer := trainer_of(model, swa=Swa(from_step=1)), model)
     before = bits(model)
     points = torch.utils.data.DataLoader(HELD_OUT, batch_size=16)
     with trainer.averaged():
@@ -148,31 +140,20 @@ def test_no_bit_is_another_when_workers_die_while_the_average_is_shown(
 def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trainer_of(model_of(), **options)
-
-
-def test_a_swa_without_a_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="Use a from_step of 0 or more"):
         Swa(from_step=3, every=0)
 
 
 def test_the_average_cannot_stay_in_the_model_when_a_step_ends() -> None:
-    model = model_of()
-    trainer = trainer_of(model, ema=0.9)
+    trainer, kept = trainer_of(model := model_of(), ema=0.9), list[Any]()
     with pytest.raises(RuntimeError, match="still in the model"):
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
-            kept = trainer.averaged()  # without a reference it would end at once
-            kept.__enter__()
+        loop(trainer, model, after=lambda step: (
+            kept.append(trainer.averaged()), kept[-1].__enter__()))
 
 
 def test_averaged_raises_where_there_is_no_average() -> None:
     for options, message in (({}, "neither ema nor swa"),
                              ({"swa": Swa(from_step=50)}, "no step is in the average")):
-        model = model_of()
-        trainer = trainer_of(model, **options)
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
+        loop(trainer := trainer_of(model := model_of(), **options), model)
         with pytest.raises(RuntimeError, match=message), trainer.averaged():
             pass

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_checkpoint import SMALL, begun
 from test_evaluation import breaking_gathers, found, model_of
 from test_loop import DATA, Ears, built, mse, trained
-from test_trainer import Fault, Model, in_a_breaking_world, tokens, trainer_of
+from test_trainer import Fault, Model, in_a_breaking_world, loop, tokens, trainer_of
 
 from elastic_trainer import ConfigError, Evaluation, keep_best
 from elastic_trainer.__main__ import main
@@ -26,8 +26,8 @@ RULE = keep_best("error", mode="min", patience=3, min_delta=0.01)
 Ended = tuple[str, int, float, int]
 
 
-def run(model: Model, leave_behind: int = -1, **options: Any) -> Ended:
-    """Train, and evaluate behind each second step; returns weights, steps, and the best."""
+def run(model: Model, leave_after: int = -1, **options: Any) -> Ended:
+    """Train, and evaluate after each second step; returns weights, steps, and the best."""
     torch.manual_seed(0)
     options = {"best": RULE, "until": "20 epochs"} | options
     trainer = trainer_of(model, **options)
@@ -36,7 +36,7 @@ def run(model: Model, leave_behind: int = -1, **options: Any) -> Ended:
             step.backward(mse(model, batch))
         if step.number % 2:
             trainer.evaluate(DATA, found, batch_size=7)
-        if step.number == leave_behind:
+        if step.number == leave_after:
             break
     else:
         result = trainer.result
@@ -46,7 +46,7 @@ def run(model: Model, leave_behind: int = -1, **options: Any) -> Ended:
 
 # --- the same in every world ----------------------------------------------------------------------
 
-def test_the_run_is_finished_behind_the_step_after_patience_is_exhausted() -> None:
+def test_the_run_is_finished_after_the_step_that_follows_exhausted_patience() -> None:
     """The best is that of three evaluations before."""
     ears = Ears()
     _, steps, value, step = run(model_of(), listeners=[ears])
@@ -62,18 +62,17 @@ def test_the_best_is_the_same_in_every_world_and_when_a_generation_breaks_in_an_
         size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, models = run(model_of()), [model_of() for _ in range(size)]
     fired = breaking_gathers(monkeypatch, size - 1, 8)
-    assert in_a_breaking_world(monkeypatch, size,
-                               lambda rank: run(models[rank])) == [alone] * size
+    assert in_a_breaking_world(monkeypatch, size, lambda rank: run(models[rank])) == [alone] * size
     assert fired == [size - 1]
 
 
-@pytest.mark.parametrize("behind", ["the best", "the last evaluation", "the step after the best"])
-def test_a_resumed_run_ends_as_one_without_a_break(behind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["the best", "the last evaluation", "the step after the best"])
+def test_a_resumed_run_ends_as_one_without_a_break(end: str, tmp_path: Path) -> None:
     """Also if the checkpoint is that of the evaluation that exhausts patience."""
     straight = run(model_of())
     _, steps, _, best = straight
     at = {"the best": best, "the last evaluation": steps - 2, "the step after the best": best + 1}
-    run(model_of(), at[behind], run_dir=tmp_path / "run", checkpoint_every=1)
+    run(model_of(), at[end], run_dir=tmp_path / "run", checkpoint_every=1)
     assert run(model_of(), run_dir=tmp_path / "run") == straight
 
 
@@ -125,12 +124,13 @@ def test_the_averaged_weights_of_the_best_checkpoint_are_exported(
     """Where they were evaluated. An export of the trained ones says that there are others."""
     model, weights = model_of(), dict[int, dict[str, torch.Tensor]]()
     trainer = trainer_of(model, ema=0.5, best=RULE, run_dir=tmp_path / "run", until="20 epochs")
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
+
+    def after(step: Any) -> None:
         with trainer.averaged():
             trainer.evaluate(DATA, found)
             weights[step.number] = {n: t.clone() for n, t in model.state_dict().items()}
+
+    loop(trainer, model, after=after)
     store, file = str(tmp_path / "run" / "checkpoints"), str(tmp_path / "model")
     assert main(["checkpoints", "export", store, "--best", f"{file}.trained"]) == 0
     trained_ones = load_file(f"{file}.trained")
@@ -196,9 +196,8 @@ def test_train_takes_the_sum_of_a_loss_and_its_count(
             total, count = tokens(model, batch)
             step.backward(total, count=count)
     models = [built() for _ in range(size)]
-    ended = in_a_breaking_world(
-        monkeypatch, size, lambda rank: trained(models[rank], loss=tokens).weights_sha256)
-    assert ended == [trainer.result.weights_sha256] * size
+    assert in_a_breaking_world(monkeypatch, size, lambda rank: trained(
+        models[rank], loss=tokens).weights_sha256) == [trainer.result.weights_sha256] * size
 
 
 @pytest.mark.parametrize("returned", [(1, 2), (torch.tensor(1.0), "many"), [torch.tensor(1.0), 1]])
@@ -236,46 +235,41 @@ def test_options_that_cannot_work_are_refused(make: Callable[[], Any], message: 
         make()
 
 
-def loop_with(behind: Callable[[Any, Any], Any], **options: Any) -> Any:
-    model = built()
-    trainer = trainer_of(model, **({"best": RULE} | options))
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
-        behind(trainer, step)
+def loop_with(after: Callable[[Any], Any], **options: Any) -> Any:
+    trainer = trainer_of(model := built(), **({"best": RULE} | options))
+    loop(trainer, model, after=lambda step: after(trainer))
     return trainer
 
 
 def test_an_evaluation_without_the_metric_raises_at_once() -> None:
     with pytest.raises(RuntimeError, match=r"follow 'accuracy', and this evaluation has only"):
-        loop_with(lambda trainer, step: trainer.evaluate(DATA, found),
+        loop_with(lambda trainer: trainer.evaluate(DATA, found),
                   best=keep_best("accuracy", mode="max"))
 
 
 def test_a_step_with_two_values_raises_unless_one_evaluation_decides() -> None:
-    def twice(trainer: Any, step: Any) -> None:
+    def twice(trainer: Any, **more: Any) -> None:
         trainer.evaluate(DATA, found)
-        trainer.evaluate(DATA, found, decides=False)
+        trainer.evaluate(DATA, found, **more)
 
-    loop_with(twice)
+    loop_with(lambda trainer: twice(trainer, decides=False))
     with pytest.raises(RuntimeError, match="has two values of 'error'"):
-        loop_with(lambda trainer, step: [trainer.evaluate(DATA, found) for _ in range(2)])
+        loop_with(twice)
 
 
 def test_a_value_that_is_not_finite_is_never_the_best_and_counts_against_patience() -> None:
     def none(model: Model, batch: Any) -> dict[str, Any]:
         return {"error": float("nan")}
 
-    trainer = loop_with(lambda trainer, step: trainer.evaluate(DATA, none))
+    trainer = loop_with(lambda trainer: trainer.evaluate(DATA, none))
     assert trainer.result.steps == 4 and trainer.best.value is None
     best = trainer.best
     assert best.take(0.5, 7) and not best.take(float("-inf"), 8) and best.waited == 1
 
 
-def test_a_metric_that_never_comes_is_logged_at_the_end(
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_that_never_comes_is_logged_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     ears = Ears()
-    loop_with(lambda trainer, step: None, listeners=[ears])
+    loop_with(lambda trainer: None, listeners=[ears])
     assert "no evaluation gave a finite value" in capsys.readouterr().err
     assert ears.facts("job.best_not_found")[0]["metric"] == "error"
 

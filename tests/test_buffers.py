@@ -141,7 +141,7 @@ def test_a_rule_that_cannot_be_used_is_refused(model: Callable[[], Model], rules
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_buffer_that_changes_behind_backward_is_an_error(replaces: bool) -> None:
+def test_a_buffer_that_changes_after_backward_is_an_error(replaces: bool) -> None:
     """The step has taken its value there. It was lost in silence."""
     model = built(torch.nn.BatchNorm1d(8))
     with pytest.raises(RuntimeError, match=r"2\.\w+ was changed after step\.backward\(\)"):

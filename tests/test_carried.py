@@ -4,7 +4,8 @@ the number of workers: the warm-up finds it."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain, count, repeat
 from typing import Any
 
 import numpy
@@ -61,101 +62,53 @@ def train(loss: Loss, *modules: torch.nn.Module, microbatches: int = 4,
     return trainer
 
 
-def counter() -> Loss:
-    kept = [0]
-
-    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
-        kept[0] += 1
-        return mse(model, batch) * (1 + kept[0] % 2)
-
-    return loss
+def baseline(kept: list[float], model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    found = mse(model, batch)
+    moved = found * (found.detach() - kept[0])
+    kept[0] = 0.9 * kept[0] + 0.1 * found.item()
+    return moved
 
 
-def of_three() -> Loss:
-    kept = [0]
-
-    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
-        kept[0] += 1
-        return mse(model, batch) * (1 + kept[0] % 3)
-
-    return loss
+def hidden(kept: list[torch.Tensor], model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    now = mse(model, (x + kept[0], y))
+    kept[0] = x.mean(0).detach()
+    return now
 
 
-def baseline() -> Loss:
-    kept = [0.0]
-
-    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
-        found = mse(model, batch)
-        moved = found * (found.detach() - kept[0])
-        kept[0] = 0.9 * kept[0] + 0.1 * found.item()
-        return moved
-
-    return loss
+def bank(kept: list[torch.Tensor], model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    kept.append(batch[0].mean())
+    return mse(model, batch) + 0.01 * torch.stack(kept).mean() * model(batch[0]).mean()
 
 
-def hidden() -> Loss:
-    kept = [torch.zeros(4)]
-
-    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
-        x, y = batch
-        now = mse(model, (x + kept[0], y))
-        kept[0] = x.mean(0).detach()
-        return now
-
-    return loss
+def gradient_only(kept: Iterator[int], model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    found = mse(model, batch)
+    return found + next(kept) * (found - found.detach())
 
 
-def bank() -> Loss:
-    kept: list[torch.Tensor] = []
-
-    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
-        kept.append(batch[0].mean())
-        return mse(model, batch) + 0.01 * torch.stack(kept).mean() * model(batch[0]).mean()
-
-    return loss
-
-
-def own_generator() -> Loss:
-    kept = torch.Generator().manual_seed(3)
-    return lambda model, batch, step: mse(model, batch) * torch.rand((), generator=kept)
-
-
-def own_numpy() -> Loss:
-    kept = numpy.random.default_rng(3)
-    return lambda model, batch, step: mse(model, batch) * float(kept.random())
+CARRYING: dict[str, tuple[Callable[[], Any], Callable[[Any, Any, Any], torch.Tensor]]] = {
+    "a counter": (count, lambda kept, model, batch: mse(model, batch) * (1 + next(kept) % 2)),
+    "a counter of three": (count, lambda kept, model, batch: (
+        mse(model, batch) * (1 + next(kept) % 3))),
+    "a baseline": (lambda: [0.0], baseline), "a hidden state": (lambda: [torch.zeros(4)], hidden),
+    "a bank": (list, bank), "the gradient only": (lambda: count(1), gradient_only),
+    "a generator of torch": (lambda: torch.Generator().manual_seed(3), lambda kept, model, batch: (
+        mse(model, batch) * torch.rand((), generator=kept))),
+    "a generator of numpy": (lambda: numpy.random.default_rng(3), lambda kept, model, batch: (
+        mse(model, batch) * float(kept.random()))),
+    "the first is another": (lambda: chain([0.1], repeat(1.0)), lambda kept, model, batch: (
+        mse(model, batch) * next(kept))),
+}
+"""What is kept, and the loss that uses it."""
 
 
-def first_is_other() -> Loss:
-    kept = [True]
-
-    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
-        was, kept[0] = kept[0], False
-        return mse(model, batch) * (0.1 if was else 1.0)
-
-    return loss
-
-
-def gradient_only() -> Loss:
-    kept = [0]
-
-    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
-        kept[0] += 1
-        found = mse(model, batch)
-        return found + kept[0] * (found - found.detach())
-
-    return loss
-
-
-CARRYING = [counter, of_three, baseline, hidden, bank, own_generator, own_numpy, first_is_other,
-            gradient_only]
-
-
-@pytest.mark.parametrize("carrying", CARRYING, ids=[one.__name__ for one in CARRYING])
-def test_a_value_that_a_loop_carries_is_an_error_when_a_batch_is_computed_again(
-        carrying: Callable[[], Loss]) -> None:
+@pytest.mark.parametrize("what", CARRYING)
+def test_a_value_that_a_loop_carries_is_an_error_when_a_batch_is_computed_again(what: str) -> None:
     """It says what a loop may not carry, and where such a value belongs."""
+    make, loss = CARRYING[what]
+    kept = make()
     with pytest.raises(ConfigError, match="carries a value from one batch to the next") as raised:
-        train(carrying())
+        train(lambda model, batch, step: loss(kept, model, batch))
     assert "in state" in str(raised.value) and "number of workers" in str(raised.value)
 
 
@@ -167,32 +120,26 @@ def test_a_value_that_a_module_carries_is_an_error_when_a_batch_is_computed_agai
         train(lambda model, batch, step: mse(model, batch), Calls(), microbatches=microbatches)
 
 
-def logging() -> Loss:
-    kept: list[float] = []
-
-    def loss(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
-        found = mse(model, batch)
-        kept.append(found.item())
-        return found
-
-    return loss
+LOG: list[float] = []
 
 
-def seeded() -> Loss:
-    return lambda model, batch, step: mse(model, batch) * (
-        1 + random.random() + float(numpy.random.rand()) + torch.rand(()))
+def logged(model: torch.nn.Module, batch: Any, step: int) -> torch.Tensor:
+    found = mse(model, batch)
+    LOG.append(found.item())
+    return found
 
 
-def of_the_step() -> Loss:
-    return lambda model, batch, step: mse(model, batch) * (1 + step % 2)
-
-
-@pytest.mark.parametrize("loss", [logging, seeded, of_the_step])
-def test_what_no_result_depends_on_may_be_carried(loss: Callable[[], Loss]) -> None:
+@pytest.mark.parametrize("loss", [
+    logged,
+    lambda model, batch, step: mse(model, batch) * (
+        1 + random.random() + float(numpy.random.rand()) + torch.rand(())),
+    lambda model, batch, step: mse(model, batch) * (1 + step % 2),
+], ids=["a log", "seeded", "the step"])
+def test_what_no_result_depends_on_may_be_carried(loss: Loss) -> None:
     """Counts for a log, the default generators, the number of the step, a cache that every batch
     fills alike; and a run of one batch has no other one."""
-    assert train(loss(), Cached()).result.steps == 2
-    assert train(loss(), microbatches=1, samples=16).result.steps == 2
+    assert train(loss, Cached()).result.steps == 2
+    assert train(loss, microbatches=1, samples=16).result.steps == 2
 
 
 @pytest.mark.parametrize(("share", "is_error"), [(1e-6, False), (0.1, True)])

@@ -21,7 +21,7 @@ from elastic_trainer.state import restore
 from elastic_trainer.state.checkpoint import PARTS, Plan
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import FolderStore
-from elastic_trainer.training.train import train
+from elastic_trainer.training.trainer import train
 
 
 @pytest.fixture(scope="module")

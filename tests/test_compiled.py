@@ -163,9 +163,8 @@ def test_a_state_with_the_old_names_is_taken_over(is_compiled: bool) -> None:
     assert taker.room(packed.header, packed.payload_bytes).payload_bytes == packed.payload_bytes
     taker.load(received(packed))
     assert taker.packed().header == giver.packed().header
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(taker.packed().tensors, giver.packed().tensors, strict=True))
+    assert all(torch.equal(a, b) for a,
+               b in zip(taker.packed().tensors, giver.packed().tensors, strict=True))
 
 
 # --- the real backend -----------------------------------------------------------------------------
@@ -234,8 +233,7 @@ def test_each_shape_is_compiled_for_itself_and_too_many_are_an_error_with_the_re
     with pytest.raises(Exception, match="fail_on_recompile_limit_hit") as raised:
         for step in trainer:
             for x, y in step:
-                step.backward(
-                    torch.nn.functional.mse_loss(fast(x[:, :, : 1 + step.number % 9]), y))
+                step.backward(torch.nn.functional.mse_loss(fast(x[:, :, : 1 + step.number % 9]), y))
     assert step.number == 8 and len(seen) == 8
     assert all(type(size) is int for shapes in seen for shape in shapes for size in shape)
     advise_on_shapes(raised.value)

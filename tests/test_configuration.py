@@ -46,8 +46,7 @@ from elastic_trainer.state.configuration import (
     require_options,
     taken,
 )
-from elastic_trainer.training.train import train
-from elastic_trainer.training.trainer import Trainer
+from elastic_trainer.training.trainer import Trainer, train
 from elastic_trainer.world.standby import reads_otherwise
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -280,8 +279,7 @@ def test_a_configuration_without_effect_is_refused(monkeypatch: pytest.MonkeyPat
         trained(built())
 
 
-def test_a_value_that_the_script_does_not_read_is_remarked(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_the_script_does_not_read_is_remarked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that the file spells otherwise than the script does no harm in silence."""
     config = given(monkeypatch, training=TRAINING | {"lr": 0.1},
                    model={"width": 3, "widht": 4, "sizes": {"a": 1}})

@@ -13,31 +13,20 @@ import pytest
 from elastic_trainer.config import ConfigError
 from elastic_trainer.training.determinism import Settings, required
 
-DEFAULT = Settings(is_deterministic=False,
-                   warns_only=False,
-                   tunes_convolutions=False,
-                   has_deterministic_convolutions=False,
-                   has_tf32_products=False,
-                   has_tf32_convolutions=True,
-                   fills_memory=True,
-                   workspace=None)
-EXACT = Settings(is_deterministic=True,
-                 warns_only=False,
-                 tunes_convolutions=False,
-                 has_deterministic_convolutions=True,
-                 has_tf32_products=False,
-                 has_tf32_convolutions=False,
-                 fills_memory=False,
-                 workspace=":4096:8")
+DEFAULT = Settings(is_deterministic=False, warns_only=False, tunes_convolutions=False,
+                   has_deterministic_convolutions=False, has_tf32_products=False,
+                   has_tf32_convolutions=True, fills_memory=True, workspace=None)
+EXACT = Settings(is_deterministic=True, warns_only=False, tunes_convolutions=False,
+                 has_deterministic_convolutions=True, has_tf32_products=False,
+                 has_tf32_convolutions=False, fills_memory=False, workspace=":4096:8")
 
 
 @pytest.mark.parametrize(("device", "reduce"), [("cpu", "exact"), ("cuda", "ring"),
                                                 ("cpu", "ring")])
 def test_nothing_is_set_where_the_bits_do_not_hang_on_it(device: str, reduce: str) -> None:
     """Also where the user has asked for what `exact` on a GPU would refuse."""
-    assert required(device, reduce, replace(DEFAULT,
-                                            tunes_convolutions=True,
-                                            has_tf32_products=True)) is None
+    assert required(device, reduce,
+                    replace(DEFAULT, tunes_convolutions=True, has_tf32_products=True)) is None
 
 
 def test_a_gpu_computes_the_same_bits_twice_under_exact() -> None:
@@ -90,10 +79,7 @@ assert current().has_tf32_products
         for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
     }
     ended = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
         env=environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])})
     assert ended.returncode == 0, ended.stderr
 
@@ -116,9 +102,6 @@ def test_the_first_step_of_a_process_has_the_bits_of_any_other() -> None:
     }
     # A forked process never differs, and a busy machine hides nothing: so these, one by one.
     for _ in range(10):
-        ended = subprocess.run([sys.executable, "-c", FIRST_CALL],
-                               capture_output=True,
-                               text=True,
-                               timeout=120,
-                               env=environ | {"OMP_NUM_THREADS": "2"})
+        ended = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True,
+                               timeout=120, env=environ | {"OMP_NUM_THREADS": "2"})
         assert ended.stdout.strip() == "True", ended.stderr

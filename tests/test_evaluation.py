@@ -13,8 +13,8 @@ import torch
 from cluster import PATIENT, Cluster
 from faults import RELEASED, Plan
 from test_faults import FEW, host
-from test_loop import built, mse
-from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
+from test_loop import built
+from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
 
 from elastic_trainer.config import EXIT_USER_ERROR
 from elastic_trainer.evaluate.evaluation import require_alike, shared_out
@@ -39,12 +39,9 @@ def run(model: Model, fn: Any = found, **more: Any) -> tuple[str, list[dict[str,
     """Train, and evaluate twice after each step."""
     torch.manual_seed(0)
     trainer, seen = trainer_of(model, **more), []
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
-        seen += [trainer.evaluate(HELD_OUT, fn, batch_size=size) for size in (7, 4)]
-    seen.append(trainer.evaluate(HELD_OUT, fn, batch_size=7))
-    return trainer.result.weights_sha256, seen
+    sha256 = loop(trainer, model, after=lambda step: seen.extend(
+        trainer.evaluate(HELD_OUT, fn, batch_size=size) for size in (7, 4)))
+    return sha256, [*seen, trainer.evaluate(HELD_OUT, fn, batch_size=7)]
 
 
 # --- the same numbers -----------------------------------------------------------------------------
@@ -53,11 +50,7 @@ def test_each_sample_counts_once_and_the_training_has_no_trace_of_it() -> None:
     """Modes, statistics, random numbers: the weights are those of a run without evaluations."""
     model, plain = (model_of(torch.nn.Dropout(0.2)) for _ in range(2))
     sha256, seen = run(model)
-    trainer = trainer_of(plain)
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(plain, batch))
-    assert sha256 == trainer.result.weights_sha256
+    assert sha256 == loop(trainer_of(plain), plain)
     assert {one["samples"] for one in seen} == {53.0}
     model.eval()
     whole = (model(POINTS) - HELD_OUT.tensors[1]).pow(2).mean().item()
@@ -77,7 +70,7 @@ def test_the_numbers_are_those_of_one_worker_in_every_world(
 @pytest.mark.parametrize("rank", [0, 2])
 def test_the_numbers_are_those_of_one_worker_when_the_generation_breaks_in_an_evaluation(
         call: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before or behind each of its collectives: some workers have the result, and others not."""
+    """Before or after each of its collectives: some workers have the result, and others not."""
     alone, models = run(model_of()), [model_of() for _ in range(4)]
     fired = breaking_gathers(monkeypatch, rank, call + 4)
     assert in_a_breaking_world(monkeypatch, 4, lambda rank: run(models[rank])) == [alone] * 4
@@ -96,7 +89,7 @@ def test_the_numbers_are_those_of_one_worker_when_the_generation_breaks_before_a
 
 
 def breaking_gathers(monkeypatch: pytest.MonkeyPatch, rank: int, call: int) -> list[int]:
-    """Break the generation behind one gather of an evaluation, on one rank."""
+    """Break the generation after one gather of an evaluation, on one rank."""
     from test_trainer import Broken
 
     calls, fired, gather = dict[int, int](), list[int](), Broken.gather_texts
@@ -163,10 +156,8 @@ def test_a_function_that_cannot_work_raises(fn: Any, message: str) -> None:
 def test_workers_that_evaluate_other_data_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int) -> None:
         trainer = trainer_of(models[rank])
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(models[rank], batch))
-            trainer.evaluate(torch.utils.data.TensorDataset(POINTS[:20 + rank]), found)
+        loop(trainer, models[rank], after=lambda step: trainer.evaluate(
+            torch.utils.data.TensorDataset(POINTS[:20 + rank]), found))
 
     models = [model_of() for _ in range(2)]
     with pytest.raises(RuntimeError, match="evaluate different numbers"):
@@ -213,7 +204,7 @@ def test_no_bit_is_another_when_workers_die_in_an_evaluation(
 def test_no_bit_is_another_when_a_newcomer_enters_in_the_middle_of_an_evaluation(
         tmp_path: Path, twin_of: Callable[..., str]) -> None:
     """It stands ready when a worker dies, so the generation in which the survivors go on with the
-    evaluation is its first one. It receives the state behind the evaluation."""
+    evaluation is its first one. It receives the state after the evaluation."""
     job = (*FEW, "--iterator", "--evaluate")
     plan = Plan().add("hold", host=host(1), at="evaluate", step=19)
     with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:

@@ -48,8 +48,7 @@ def everywhere(make: Callable[[], dict[str, Any]], reduce: str = "exact") -> Mod
     return results[0][0].model
 
 
-def job_of(model: Model,
-           optimizer: Callable[[Model], torch.optim.Optimizer] = sgd,
+def job_of(model: Model, optimizer: Callable[[Model], torch.optim.Optimizer] = sgd,
            **changes: Any) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer(model)} | changes
 
@@ -97,9 +96,8 @@ def test_a_16_bit_gradient_is_that_of_its_microbatch_when_loss_zeroes_the_gradie
     models = [
         everywhere(lambda loss=one: job_of(built().bfloat16(), loss=loss)) for one in (loss, silent)
     ]
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+    assert all(torch.equal(a, b) for a,
+               b in zip(models[0].parameters(), models[1].parameters(), strict=True))
 
 
 # --- requires_grad that changes -------------------------------------------------------------------
@@ -144,14 +142,13 @@ def test_a_prepared_step_is_applied_alike_when_the_process_has_revived_itself_af
     assert second.after_step.take_up(path)
     for trainer in (first, second):
         trainer.end.apply(8, 0)
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(first.job.model.parameters(), second.job.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a,
+               b in zip(first.job.model.parameters(), second.job.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 @pytest.mark.parametrize("layers", [(0, 2), (2, 4), (4, 4)],
-                         ids=["other lengths", "other lengths behind", "same length"])
+                         ids=["other lengths", "other lengths after", "same length"])
 def test_all_workers_raise_when_their_parameters_differ(
         layers: tuple[int, int], reduce: str) -> None:
     """An error with names, and no collective that waits for ever."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.elastic import ElasticSampler
-from simulated import Hub, Member
+from simulated import Hub, Member, in_threads
 from torch import nn
 
 from elastic_trainer import ConfigError, ElasticState
@@ -58,10 +57,8 @@ class Script:
     def values(self) -> list[Any]:
         moments = [t for entry in self.optimizer.state.values() for t in entry.values()]
         tensors = [t.detach().clone() for t in (*self.model.state_dict().values(), *moments)]
-        return [
-            *(t.tolist() for t in tensors), self.batch, self.log[:],
-            self.optimizer.param_groups[0]["lr"], self.scheduler.last_epoch
-        ]
+        return [*(t.tolist() for t in tensors), self.batch, self.log[:],
+                self.optimizer.param_groups[0]["lr"], self.scheduler.last_epoch]
 
 
 def test_going_back_restores_the_last_commit_each_time() -> None:
@@ -213,11 +210,7 @@ def test_one_member_gives_all_and_the_other_survivors_keep_theirs() -> None:
                             gives_alone=True)
         transfer.move(scripts[rank].state, [0, 1])
 
-    threads = [threading.Thread(target=move, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(3, move, hub.barrier.abort)
     assert [script.values() for script in scripts] == [before[0], before[1], before[0]]
 
 
@@ -297,8 +290,7 @@ def test_what_cannot_hold_is_refused(code: str, message: str) -> None:
     text = f"{BY_NAME}{BUILD}{code}"
     done = subprocess.run([sys.executable, "-c", text],
                           env=os.environ | {"ELASTIC_TRAINER_DRIVER": "127.0.0.1:1"},
-                          capture_output=True,
-                          text=True)
+                          capture_output=True, text=True)
     assert done.returncode != 0 and message in done.stderr, done.stderr
 
 

@@ -18,6 +18,7 @@ from test_trainer import (
     Pair,
     adversarial,
     in_a_breaking_world,
+    loop,
     loss_of_d,
     loss_of_g,
     optimizers,
@@ -46,30 +47,28 @@ def test_a_step_has_its_number_when_it_is_handed_in(run_dir: Path) -> None:
     model = built()
     trained(model, until="3 steps", run_dir=run_dir, checkpoint_every=1)
     model = built()
-    trainer, inside, behind = trainer_of(model), list[tuple[int, int, int]](), list[int]()
+    trainer, inside, after = trainer_of(model), list[tuple[int, int, int]](), list[int]()
     for step in trainer:
         for batch in step:
             inside.append((step.number, step.epoch, trainer.rank))
             step.backward(mse(model, batch))
-        behind.append(step.number)
+        after.append(step.number)
     tried = [seen for seen in inside if seen[2] == -1]
     assert tried and set(tried) == {(0, 0, -1)}
     assert inside[len(tried):] == [(step, step // 3, 0) for step in (3, 4, 5) for _ in range(4)]
-    assert behind == [3, 4, 5]
+    assert after == [3, 4, 5]
 
 
 @pytest.mark.parametrize("name", ["number", "epoch"])
 def test_the_number_of_a_step_raises_where_it_is_not_known(name: str) -> None:
     """Before the first inner loop of a process a newcomer would compute with another number than
     the world's: in silence, and for that step alone. From the second step on it is known."""
-    model = built()
+    model, seen = built(), list[int]()
     with pytest.raises(RuntimeError, match="not known yet.*inside of `for batch in step`"):
         for step in trainer_of(model):
             getattr(step, name)
-    seen = []
     for step in trainer_of(model):
-        if seen:
-            assert step.number == seen[-1] + 1
+        assert not seen or step.number == seen[-1] + 1
         for batch in step:
             step.backward(mse(model, batch))
         seen.append(step.number)
@@ -89,7 +88,7 @@ def test_a_batch_that_is_only_tried_does_not_stop_the_run(run_dir: Path) -> None
     assert trainer.result.steps == 6
 
 
-def test_a_wish_to_stop_is_kept_when_it_comes_before_this_worker_has_joined() -> None:
+def test_a_stop_request_is_kept_when_it_comes_before_this_worker_has_joined() -> None:
     """It stands before the inner loop, and does not run again for this step."""
     model = built()
     trainer = trainer_of(model)
@@ -126,26 +125,24 @@ def test_the_run_ends_everywhere_when_a_worker_has_no_microbatch_in_the_step_tha
     assert sorted(len(one[2]) for one in ended) == [0, 3, 3]
 
 
-def test_a_wish_to_stop_is_forgotten_when_the_run_goes_back(
+def test_a_stop_request_is_forgotten_when_the_run_goes_back(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers hold different bits, so both go back to a checkpoint. The wish came from a step
-    that is undone: the code runs again, and finds that it need not stop."""
+    """Two workers hold different bits, so both go back to a checkpoint. The request came from a
+    step that is undone: the code runs again, and finds that it need not stop."""
     models = [built() for _ in range(2)]
     reference = trained(built()).weights_sha256
 
     def run(rank: int) -> tuple[str, list[int]]:
-        model, steps = models[rank], list[int]()
-        trainer = trainer_of(model, checkpoint_every=1, run_dir=tmp_path)
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
+        def after(step: Any) -> None:
             trainer._worker.loop.checkpointing.checkpoints.wait()  # else a step is shorter
             if step.number == 3 and 3 not in steps:
                 step.stop("the weights have become odd")
                 with torch.no_grad():
-                    model[0].weight.view(torch.int32)[0, 0] ^= rank
+                    models[rank][0].weight.view(torch.int32)[0, 0] ^= rank
             steps.append(step.number)
-        return trainer.result.weights_sha256, steps
+
+        trainer, steps = trainer_of(models[rank], checkpoint_every=1, run_dir=tmp_path), list[int]()
+        return loop(trainer, models[rank], after=after), steps
 
     ended = in_a_breaking_world(monkeypatch, 2, run)
     steps = ended[0][1]
@@ -176,34 +173,20 @@ def test_the_clock_of_the_intervals_counts_all_of_a_step(monkeypatch: pytest.Mon
     assert ended == [1, 3, 4]
 
 
-def finish_again(loop: Callable[[Any, list[Any]], Any], **more: Any) -> tuple[list[Any], Any]:
-    """Do a run to its end, and start it again; returns what the second loop has seen."""
+@pytest.mark.parametrize("place", ["run_dir", "store"])
+def test_a_finished_run_has_no_step_when_it_is_started_again(place: str, tmp_path: Path) -> None:
+    """Its folder says that it is finished, or only its store: the worker looks there before its
+    loop begins. The result is the same."""
+    seen = list[int]()
     for _ in range(2):
-        model, seen = built(), list[Any]()
-        trainer = trainer_of(model, **more)
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
-                step.log(acc=(1, 2))
-            seen.append(loop(step, seen))
-    return seen, trainer
-
-
-def test_a_finished_run_has_no_step_when_it_is_started_again(run_dir: Path) -> None:
-    """Its folder says that it is finished."""
-    seen, trainer = finish_again(lambda step, seen: step.number)
-    assert seen == [] and trainer.result.steps == 6
-
-
-def test_a_finished_run_has_no_step_when_only_its_store_knows(tmp_path: Path) -> None:
-    """The worker looks there before its loop begins. The result is the same."""
-    seen, trainer = finish_again(lambda step, seen: step.number, store=f"{tmp_path}/store")
-    assert seen == [] and trainer.result.steps == 6
+        trainer = trainer_of(model := built(), **{place: f"{tmp_path}/{place}"})
+        loop(trainer, model, after=lambda step: seen.append(step.number))
+        assert seen == [*range(6)] and trainer.result.steps == 6
     assert trainer.result.weights_sha256 == trained(built()).weights_sha256
 
 
 @pytest.mark.parametrize("does_store_answer", [True, False])
-def test_the_code_behind_the_last_step_changes_nothing_when_it_runs_once_more(
+def test_the_code_after_the_last_step_changes_nothing_when_it_runs_once_more(
         does_store_answer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run was finished early, or the store does not answer at the start: then the worker learns
     the end after its warm-up. The step has the number, the loss and the metrics of the last one.
@@ -371,18 +354,14 @@ def test_schedulers_give_the_same_bits_when_a_phase_breaks(monkeypatch: pytest.M
     """They are stepped once for a step, whatever is done again."""
     models = [Pair() for _ in range(4)]
 
-    def run(rank: int, faults: list[tuple[str, int]]) -> str:
+    def run(rank: int, *faults: tuple[str, int]) -> str:
         made = optimizers(models[rank])
-        return adversarial(models[rank], pair_of_steps_with(models[rank], made, faults))[0]
+        return adversarial(models[rank], trainer_of(
+            models[rank], made, microbatches=2, lr=of_both(made), listeners=[Fault(*faults)]))[0]
 
-    alone = run(3, [])
-    points = {1: [("step.voted", 2), ("step.prepared", 4)]}
+    alone, points = run(3), {1: [("step.voted", 2), ("step.prepared", 4)]}
     assert in_a_breaking_world(monkeypatch, 3,
-                               lambda rank: run(rank, points.get(rank, []))) == [alone] * 3
-
-
-def pair_of_steps_with(model: Pair, made: dict[str, Any], faults: list[tuple[str, int]]) -> Any:
-    return trainer_of(model, made, microbatches=2, lr=of_both(made), listeners=[Fault(*faults)])
+                               lambda rank: run(rank, *points.get(rank, []))) == [alone] * 3
 
 
 def test_an_optimizer_without_a_scheduler_keeps_its_rate() -> None:

@@ -96,7 +96,7 @@ class Turning:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
 
-    def behind(self, step: int) -> None:
+    def after(self, step: int) -> None:
         if step == self.at:
             self.value = self.odd
 
@@ -130,13 +130,13 @@ def test_a_value_that_gets_another_type_is_the_users_error_at_the_next_checkpoin
     """Or after the steps 1, 2, 4, …, whichever comes first: it never waits for a join."""
     ears, found, turning = Ears(), list[int](), Turning(at, odd)
 
-    def behind(step: int) -> None:
+    def after(step: int) -> None:
         found.append(step)
-        turning.behind(step)
+        turning.after(step)
 
     with pytest.raises(type(odd) if isinstance(odd, ValueError) else (ConfigError, CannotKeep),
                        match="of the user's|extras/mine/value holds a"):
-        trained(built(), state={"mine": turning}, after_step=behind, checkpoint_every=every,
+        trained(built(), state={"mine": turning}, after_step=after, checkpoint_every=every,
                 run_dir=tmp_path / "run", listeners=[ears])
     assert found == seen
     assert not ears.facts("run.finished") and not ears.facts("state.checkpoint_published")
@@ -193,9 +193,8 @@ def test_a_run_whose_last_checkpoint_fails_is_not_finished_and_names_what_is_los
     assert json.loads((run / "result.json").read_text())["finished"]
 
 
-def test_the_last_checkpoint_is_tried_until_the_store_takes_it(full: list[int], tmp_path: Path,
-                                                              monkeypatch: pytest.MonkeyPatch
-                                                              ) -> None:
+def test_the_last_checkpoint_is_tried_until_the_store_takes_it(
+        full: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """More often than LAST_TRIES: nothing but memory holds the state."""
     monkeypatch.setenv("ELASTIC_TRAINER_LIMITS", "save_s=60")
     full[0], ears = LAST_TRIES + 2, Ears()

@@ -222,9 +222,8 @@ def test_a_fault_of_the_machine_names_the_microbatch_in_hand(inside: bool, micro
     blamed = list[tuple[Any, ...]]()
     monkeypatch.setattr("elastic_trainer.training.loop.fault_of_machine",
                         lambda error, *_: "EIO" * isinstance(error, OSError))
-    monkeypatch.setattr("elastic_trainer.training.worker.leave_as_dead",
-                        lambda kind, text, step, microbatch,
-                        **_: blamed.append((kind, step, microbatch)))
+    monkeypatch.setattr("elastic_trainer.training.worker.leave_as_dead", lambda kind, text, step,
+                        microbatch, **_: blamed.append((kind, step, microbatch)))
     model, seen = built(), list[int]()
     trainer = trainer_of(model)
     with pytest.raises(OSError) as raised:

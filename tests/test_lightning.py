@@ -34,8 +34,7 @@ DATA = TensorDataset(INPUT, TARGET)
 RATES = torch.optim.lr_scheduler
 
 
-def made(package: Any = None, configure: Callable[[Any], Any] | None = None,
-         **methods: Any) -> Any:
+def made(package: Any = None, configure: Callable[[Any], Any] | None = None, **methods: Any) -> Any:
     """A LightningModule as scripts have it; `methods` are added to its class."""
     package = package or pl
 
@@ -44,9 +43,8 @@ def made(package: Any = None, configure: Callable[[Any], Any] | None = None,
             super().__init__()
             self.save_hyperparameters()
             torch.manual_seed(0)
-            self.layers = torch.nn.Sequential(
-                torch.nn.Linear(5, 8), torch.nn.ReLU(), torch.nn.Dropout(0.1),
-                torch.nn.Linear(8, 3))
+            self.layers = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.ReLU(),
+                                              torch.nn.Dropout(0.1), torch.nn.Linear(8, 3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layers(x)  # type: ignore[no-any-return]
@@ -222,8 +220,7 @@ def test_hooks_are_called_in_the_order_of_the_real_trainer(options: dict[str, An
         callback = type("Noting", (pl.Callback,), noted(pl.Callback, NOTED, "callback", calls))()
         module = made()
         names = [*NOTED, "training_step", "on_before_backward", "validation_step"]
-        module.__class__ = type("Net", (type(module),),
-                                noted(type(module), names, "module", calls))
+        module.__class__ = type("Net", (type(module),), noted(type(module), names, "module", calls))
         run(module, callbacks=[callback], **options)
         seen.append(calls)
     assert seen[0] == seen[1] and len(seen[0]) > 60
@@ -247,7 +244,7 @@ def test_early_stopping_ends_the_run_where_the_real_trainer_ends_it(check: Any) 
     assert found == expected
 
 
-def test_the_run_stops_behind_the_step_in_which_a_callback_asks_for_it() -> None:
+def test_the_run_stops_after_the_step_in_which_a_callback_asks_for_it() -> None:
     class Stop(pl.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             trainer.should_stop |= trainer.global_step == 8
@@ -373,8 +370,7 @@ def test_all_has_the_same_bits_when_generations_break(monkeypatch: pytest.Monkey
     alone, modules = run_of(), [Weighted.built() for _ in range(3)]
     faults = {0: [("step.voted", 1)], 1: [("step.computed", 2), ("step.applied", 5)]}
     ended = in_a_breaking_world(
-        monkeypatch, 3,
-        lambda rank: run_of(Fault(*faults.get(rank, [])), module=modules[rank]))
+        monkeypatch, 3, lambda rank: run_of(Fault(*faults.get(rank, [])), module=modules[rank]))
     assert ended == [alone] * 3
 
 

@@ -24,7 +24,7 @@ import numpy
 import pytest
 import torch
 import torch.utils.checkpoint
-from simulated import Hub, Member
+from simulated import Hub, Member, in_threads
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError, Launch
@@ -43,7 +43,7 @@ from elastic_trainer.state.store import StoreRefused
 from elastic_trainer.training.failures import LossNotFinite, PeerFailed, UserExited
 from elastic_trainer.training.job import Job, Result, describe, fewest_samples
 from elastic_trainer.training.loop import Loop
-from elastic_trainer.training.train import Loss, drive, train
+from elastic_trainer.training.trainer import Loss, drive, train
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.worker import local_rank
 from elastic_trainer.views.verify import verify
@@ -89,9 +89,7 @@ def adamw(model: Model) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def trained(model: Model,
-            optimizer: Optimizer | None = None,
-            dataset: Any = DATA,
+def trained(model: Model, optimizer: Optimizer | None = None, dataset: Any = DATA,
             **changes: Any) -> Result:
     numbers = {name: value for name, value in NUMBERS.items() if name != "epochs"}
     return train(model, optimizer or sgd(model), dataset, **(
@@ -116,9 +114,8 @@ def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = Non
 
 
 def assert_close(model: Model, other: Model, rtol: float = 1e-4, atol: float = 1e-6) -> None:
-    for (name, mine), theirs in zip(model.state_dict().items(),
-                                    other.state_dict().values(),
-                                    strict=True):
+    for (name,
+         mine), theirs in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
         assert torch.allclose(mine, theirs, rtol=rtol,
                               atol=atol), f"{name} is off by {(mine - theirs).abs().max()}"
 
@@ -150,13 +147,6 @@ def test_a_step_is_that_of_one_big_batch_when_it_is_cut_into_microbatches(reduce
     assert_close(model, by_hand(reference, sgd(reference)))
     assert (result.steps, result.samples) == (6, 2 * SIZE)
     assert result.model is model
-
-
-def test_the_weights_are_the_same_when_it_is_done_twice() -> None:
-    """Bit for bit, also where the model draws random numbers; another seed gives others."""
-    first, second, other = (trained(built(torch.nn.Dropout(0.5)), seed=seed) for seed in (3, 3, 4))
-    assert first.weights_sha256 == second.weights_sha256 != other.weights_sha256
-    assert first.loss == second.loss
 
 
 def test_the_hash_is_anothers_when_one_bit_of_the_weights_is() -> None:
@@ -237,10 +227,8 @@ def test_a_microbatch_of_one_sample_stays_when_no_module_needs_more(run_dir: Pat
                                               min_microbatch_samples=2)))
     assert (plain, other) == (1, 2)
     norm = torch.nn.BatchNorm2d(3)
-    assert [
-        fewest_samples(model, 8, microbatches) for model,
-        microbatches in ((built(), 4), (norm, 4), (norm, 8))
-    ] == [1, 2, 1]
+    assert [fewest_samples(model, 8, microbatches) for model,
+            microbatches in ((built(), 4), (norm, 4), (norm, 8))] == [1, 2, 1]
     assert trained(built(), until="2 steps").steps == 2
     with pytest.raises(LayoutError, match="min_microbatch_samples"):
         trained(built(), min_microbatch_samples=2)  # its steps are others
@@ -278,28 +266,6 @@ def test_what_is_drawn_after_a_step_follows_from_the_step() -> None:
         trained(built(), loss=loss, after_step=lambda step, drawn=drawn: drawn.append(draws()))
         told.append(drawn)
     assert told[0] == told[1] and len(set(told[0])) == 6
-
-
-# --- the gradient scaler --------------------------------------------------------------------------
-
-@pytest.mark.parametrize("reduce", ["exact", "ring"])
-def test_no_bit_is_another_when_a_scaler_scales_by_powers_of_two(reduce: str) -> None:
-    """The gradient is unscaled before it is clipped, and the scale grows once in `growth_interval`
-    steps."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    scaled = trained(built(), scaler=scaler, clip_norm=0.5, reduce=reduce)
-    assert scaled.weights_sha256 == trained(built(), clip_norm=0.5, reduce=reduce).weights_sha256
-    assert scaler.get_scale() == 2.0**13
-
-
-def test_the_weights_stay_and_the_scale_falls_when_a_gradient_overflows() -> None:
-    """The step counts, as it does in plain PyTorch."""
-    scaler, model = torch.amp.GradScaler("cpu", init_scale=2.0**127), built()
-    result = trained(model, scaler=scaler, until="1 step", loss=lambda m, b: mse(m, b) * 1e4)
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.parameters(), built().parameters(), strict=True))
-    assert scaler.get_scale() == 2.0**126
-    assert (result.steps, result.samples) == (1, 8)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -361,14 +327,6 @@ def negated(samples: list[Any]) -> Any:
     return [-x, y]
 
 
-@pytest.mark.parametrize("dataset", [OneByOne(), DATA], ids=["own", "TensorDataset"])
-def test_the_users_collate_makes_the_batches_when_it_is_given(dataset: Dataset[Any]) -> None:
-    """Whatever the dataset is."""
-    reference = trained(built(), dataset=TensorDataset(-INPUT, TARGET))
-    assert trained(built(), dataset=dataset,
-                   collate=negated).weights_sha256 == reference.weights_sha256
-
-
 class Negated(TensorDataset):
     """A TensorDataset that changes its samples, as an augmentation does."""
 
@@ -377,11 +335,14 @@ class Negated(TensorDataset):
         return -x, y
 
 
-def test_samples_are_what_the_dataset_gives_when_it_extends_tensor_dataset() -> None:
-    """Its own `[i]` is asked."""
+@pytest.mark.parametrize(("dataset", "collate"), [
+    (OneByOne(), negated), (DATA, negated), (Negated(INPUT, TARGET), None)],
+    ids=["own", "TensorDataset", "extended"])
+def test_the_users_code_makes_samples_and_batches(dataset: Dataset[Any], collate: Any) -> None:
+    """The collate that is given, whatever the dataset is; the `[i]` of a dataset's own."""
     reference = trained(built(), dataset=TensorDataset(-INPUT, TARGET))
-    assert trained(built(), dataset=Negated(INPUT,
-                                            TARGET)).weights_sha256 == reference.weights_sha256
+    assert trained(built(), dataset=dataset,
+                   collate=collate).weights_sha256 == reference.weights_sha256
 
 
 # --- random numbers -------------------------------------------------------------------------------
@@ -446,8 +407,7 @@ class Trainer(Loop):
 def rehearse_alone(whole: JobOfTrain) -> None:
     """Warm up as a standby does."""
     stages = rehearse(
-        whole,
-        Loop(whole, Launch(), Driver(), Events(None, attempt=1), "exact", Sending()).warm_up)
+        whole, Loop(whole, Launch(), Driver(), Events(None, attempt=1), "exact", Sending()).warm_up)
     for microbatch in stages:
         microbatch.backward(whole.loss(whole.model, microbatch.batch))
 
@@ -471,34 +431,24 @@ class Odd(Exception):
 def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> list[Any]:
     """Train in a world of threads; returns each rank's Result, or what the user's code made it
     raise."""
-    hub, ended, broken = Hub(size), dict[int, Any](), list[BaseException]()
+    hub, trainers = Hub(size), []
     torch.set_num_threads(1)
-
-    def work(rank: int, trainer: Trainer) -> None:
-        try:
-            ended[rank] = trainer.run()
-        except (LossNotFinite, Odd, PeerFailed, PeersLost, ReplicaDiffers, ReplicasDisagree,
-                SystemExit) as error:
-            ended[rank] = error
-        except BaseException as error:
-            broken.append(error)
-            hub.barrier.abort()
-
-    threads = []
     for rank in range(size):
         trainer = Trainer(make(rank), Launch(), Driver(), Events(None, attempt=1), reduce,
                           Sending())
         trainer.world = Member(hub, rank)
-        trainer.generations = OneGeneration(Launch(), Driver(), trainer.events, trainer.hooks(),
-                                            trainer.world)
-        threads.append(threading.Thread(target=work, args=(rank, trainer)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if broken:
-        raise broken[0]
-    return [ended[rank] for rank in range(size)]
+        trainer.generations = OneGeneration(
+            Launch(), Driver(), trainer.events, trainer.hooks(), trainer.world)
+        trainers.append(trainer)
+
+    def work(rank: int) -> Any:
+        try:
+            return trainers[rank].run()
+        except (LossNotFinite, Odd, PeerFailed, PeersLost, ReplicaDiffers, ReplicasDisagree,
+                SystemExit) as error:
+            return error
+
+    return in_threads(size, work, hub.barrier.abort)
 
 
 @pytest.mark.parametrize("error", [Odd, SystemExit])
@@ -520,14 +470,13 @@ def test_all_stop_at_the_same_step_when_one_workers_data_is_bad(error: type[Base
     reference = built()
     trained(reference, until="1 step")
     for model in models:
-        assert all(
-            torch.equal(p, q)
-            for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+        assert all(torch.equal(p, q) for p,
+                   q in zip(model.parameters(), reference.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_no_worker_applies_a_step_when_one_workers_weights_differ(size: int) -> None:
-    """Found by the vote of the next step. Of three the odd one leaves; of two nobody knows who is
+    """Found by the vote of the next step. Of three the outlier leaves; of two nobody knows who is
     right."""
     models = [built() for _ in range(size)]
 
@@ -543,9 +492,8 @@ def test_no_worker_applies_a_step_when_one_workers_weights_differ(size: int) -> 
     assert "0.weight" in str(ended[1]) or size == 2
     reference = built()
     trained(reference, until="2 steps")
-    assert all(
-        torch.equal(p, q)
-        for p, q in zip(models[0].parameters(), reference.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p,
+               q in zip(models[0].parameters(), reference.parameters(), strict=True))
 
 
 # --- what goes wrong ------------------------------------------------------------------------------
@@ -563,6 +511,7 @@ def test_no_worker_applies_a_step_when_one_workers_weights_differ(size: int) -> 
     ({"checkpoint_every": -1}, "checkpoint_every is -1"),
     ({"cpu_threads": 0}, "cpu_threads is 0"),
     ({"clip_norm": -1.0}, "clip_norm is -1"),
+    ({"clip_value": 0.0}, "clip_value is 0"),
     ({"dataset": TensorDataset(torch.empty(0, 5), torch.empty(0, 3))}, "dataset_size is 0"),
 ])
 def test_an_impossible_number_is_refused_before_anything_runs(
@@ -575,33 +524,31 @@ def test_an_impossible_number_is_refused_before_anything_runs(
         trained(built(), **({"loss": loss} | changes))
 
 
-def test_an_optimizer_of_another_model_is_refused() -> None:
-    """It would step weights that nobody trains."""
-    with pytest.raises(ConfigError,
-                       match=r"4 parameters that are not the model's.*model\.parameters"):
-        trained(built(), sgd(built()))
+class History:
+    """A state that no checkpoint can keep."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": [Path("losses.csv")]}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        raise AssertionError
 
 
-def test_an_extra_that_cannot_be_kept_is_refused_at_the_start() -> None:
-    """And not by each checkpoint's failure; where it is, and what it is."""
-    class Metrics:
-        def state_dict(self) -> dict[str, Any]:
-            return {"history": [Path("losses.csv")]}
-
-        def load_state_dict(self, values: dict[str, Any]) -> None:
-            raise AssertionError
-
-    with pytest.raises(ConfigError, match="extras/metrics/history holds a .*Path"):
-        trained(built(), state={"metrics": Metrics()})
-
-
-def test_a_model_without_parameters_to_train_is_refused() -> None:
-    """All parameters are frozen."""
+@pytest.mark.parametrize(("is_trained", "changes", "named"), [
+    (True, {"optimizer": sgd(built())},
+     r"4 parameters that are not the model's.*model\.parameters"),
+    (False, {}, "0 that can be trained"),
+    (True, {"state": {"metrics": History()}}, "extras/metrics/history holds a .*Path"),
+], ids=["another model's", "all frozen", "an extra"])
+def test_objects_that_cannot_work_are_refused_at_the_start(
+        is_trained: bool, changes: dict[str, Any], named: str) -> None:
+    """An optimizer of weights that nobody trains, nothing to train, and a value that no checkpoint
+    could keep: where it is, and what it is."""
     model = built()
     optimizer = sgd(model)
-    model.requires_grad_(False)
-    with pytest.raises(ConfigError, match="0 that can be trained"):
-        trained(model, optimizer)
+    model.requires_grad_(is_trained)
+    with pytest.raises(ConfigError, match=named):
+        trained(model, **({"optimizer": optimizer} | changes))
 
 
 def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> None:
@@ -707,51 +654,6 @@ def test_a_number_of_steps_is_done_whatever_an_epoch_has(
 
 # --- going on -------------------------------------------------------------------------------------
 
-def rich(seed: int = 0, **changes: Any) -> tuple[Result, float, Ears]:
-    """Train a model with everything that a step can change; returns also its scale, and what was
-    heard."""
-    model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2), seed=seed)
-    scaler, ears = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2), Ears()
-    result = trained(model,
-                     adamw(model),
-                     scaler=scaler,
-                     clip_norm=0.5,
-                     lr=cosine(warmup_steps=2, total_steps=6),
-                     listeners=[ears],
-                     **({"microbatches": 2} | changes))
-    return result, scaler.get_scale(), ears
-
-
-def assert_same(resumed: tuple[Result, float, Ears], straight: tuple[Result, float, Ears]) -> None:
-    values = [result.model.state_dict().values() for result, _, _ in (resumed, straight)]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*values, strict=True))
-    facts = [(r.weights_sha256, r.steps, r.samples, r.loss, scale)
-             for r, scale, _ in (resumed, straight)]
-    assert facts[0] == facts[1]
-
-
-@pytest.mark.parametrize("stop", [1, 3, 5])
-def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(run_dir: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch,
-                                                                 stop: int) -> None:
-    """Weights, moments, statistics, scale, rate and random numbers go on, whatever the model was
-    built with."""
-    rich(until=f"{stop} steps")
-    resumed = rich(seed=99)
-    (started,) = resumed[2].facts("worker.generation_started")
-    assert (started["source"], started["step"]) == ("checkpoint", stop)
-    assert [facts["step"] for facts in resumed[2].facts("step.applied")] == list(range(stop, 6))
-    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
-    assert_same(resumed, rich())
-
-
-def test_no_step_is_done_again_when_a_finished_run_is_started_again(run_dir: Path) -> None:
-    """It returns the result that it had."""
-    first, again = rich(), rich(seed=99)
-    assert_same(again, first)
-    assert again[2].facts("step.applied") == []
-
-
 class ToldToStop(Driver):
     """A driver that stops the attempt after so many steps."""
 
@@ -791,8 +693,8 @@ def test_a_run_is_never_begun_anew_when_its_checkpoints_are_another_models(run_d
 
 def test_a_refusal_is_the_users_mistake_in_the_first_attempt_only(
         run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later the store has been usable: the next generation asks again, and the diary says so. But
-    who starts it by hand is told.
+    """Later the store has been usable: the next generation asks again, and the event log
+    has it. A person who starts it by hand sees the error.
     """
     def refuse(*_: Any, insist: bool) -> None:
         raise StoreRefused(f"not allowed, as planned, insist {insist}")
@@ -871,7 +773,7 @@ def test_the_event_log_has_each_step_once_when_a_run_is_resumed(run_dir: Path) -
 
 
 def test_the_run_is_proved_when_it_goes_on_without_a_launcher(run_dir: Path) -> None:
-    """Each life is an attempt of its own in the diary, and the time between them is nobody's."""
+    """Each life is an attempt in the event log. The time between them is nobody's."""
     with pytest.raises(Odd):
         trained(built(), checkpoint_every=1, after_step=raises_after(3))
     result = json.loads((run_dir / "result.json").read_text())

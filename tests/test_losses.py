@@ -77,24 +77,20 @@ def test_the_run_ends_before_the_step_is_applied_when_its_loss_is_nan(reduce: st
                zip(spoiled.state_dict().values(), reference.state_dict().values(), strict=True))
     (said,) = ears.facts("worker.loss_not_finite")
     assert (said["step"], said["microbatches"], said["samples"],
-            said["on_nan"]) == (1, [2], [MICROBATCH],
-                                                                               "raise")
+            said["on_nan"]) == (1, [2], [MICROBATCH], "raise")
     assert [facts["step"] for facts in ears.facts("worker.step_committed")] == [0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_all_workers_name_the_samples_when_one_of_them_has_run_the_microbatch(size: int) -> None:
     """And none of them has applied the step."""
-    models = [model() for _ in range(size)]
+    models, reference = [model() for _ in range(size)], model()
     results = in_a_world(size, lambda rank: job(models[rank], dataset=DATA))
-    assert all(
-        isinstance(one, LossNotFinite) and f"micro-batch 2 (samples {MICROBATCH[0]}" in str(one)
-        for one in results)
-    reference = model()
+    assert all(isinstance(one, LossNotFinite)
+               and f"micro-batch 2 (samples {MICROBATCH[0]}" in str(one) for one in results)
     trained(reference, dataset=DATA, until="1 step")
-    assert all(
-        torch.equal(p, q) for one in models
-        for p, q in zip(one.parameters(), reference.parameters(), strict=True))
+    assert all(torch.equal(p, q) for one in models
+               for p, q in zip(one.parameters(), reference.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("kind", [float("inf"), float("-inf")])

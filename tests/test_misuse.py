@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from test_gradients import everywhere, job_of
 from test_loop import DATA, built, mse, sgd, trained
 from test_same_bits import adversarial
 from test_trainer import loop, trainer_of
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.reduce.gradient_sums import ParametersWritten
 from elastic_trainer.schedule.schedule import Schedule, remedy_for
 from elastic_trainer.state import optimizer_values
 from elastic_trainer.training import loop as loops
@@ -58,43 +60,124 @@ def test_gradients_stay_when_the_backward_pass_of_a_batch_is_done(
 
 
 @pytest.mark.parametrize("change", ["clip_grad_norm_", "clip_grad_value_"])
-def test_clipping_behind_the_inner_loop_raises(change: str) -> None:
+def test_clipping_after_the_inner_loop_raises(change: str) -> None:
     """There the step is applied, so the clipping would have no effect, in silence."""
     model = built()
     with pytest.raises(RuntimeError, match="no effect: the step is applied.*clip_norm=…"):
-        for step in trainer_of(model):
-            for batch in step:
-                step.backward(mse(model, batch))
-            CHANGES[change](model)
+        loop(trainer_of(model), model, after=lambda step: CHANGES[change](model))
 
 
-def test_a_backward_pass_behind_the_inner_loop_is_not_taken_for_clipping() -> None:
+def test_a_backward_pass_after_the_inner_loop_is_not_taken_for_clipping() -> None:
     """It may make the gradient smaller; where there are few elements, all of them."""
     model = torch.nn.Linear(5, 1)
-    trainer = trainer_of(model)
-    for step in trainer:
-        for batch in step:
-            step.backward(model(batch[0]).mean())
-        (-0.5 * model(batch[0]).mean()).backward()
-    assert trainer.result.steps == 6
+    loop(trainer_of(model), model, lambda model, batch: model(batch[0]).mean(),
+         after=lambda step: (-0.5 * model(DATA[:8][0]).mean()).backward())
 
 
-def test_gradients_are_free_behind_the_inner_loop() -> None:
+def test_gradients_are_free_after_the_inner_loop() -> None:
     """Reading their norm, clearing them, and a backward pass of one's own change no bit."""
     plain, model = built(), built()
     reference = loop(trainer_of(plain), plain)
-    trainer, norms = trainer_of(model), list[float]()
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
+    norms, free = list[float](), [lambda: mse(model, DATA[:8]).backward(),
+                                  lambda: model.zero_grad(set_to_none=False), model.zero_grad]
+
+    def after(step: Any) -> None:
         norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
-        if step.number % 3 == 0:
-            mse(model, batch).backward()
-        elif step.number % 3 == 1:
-            model.zero_grad(set_to_none=False)
-        else:
-            model.zero_grad()
-    assert trainer.result.weights_sha256 == reference and all(norms)
+        free[step.number % 3]()
+
+    assert loop(trainer_of(model), model, after=after) == reference and all(norms)
+
+
+# --- weights and losses ---------------------------------------------------------------------------
+
+def steps_itself(model: Model, batch: Any) -> torch.Tensor:
+    mse(model, batch).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.zero_grad()
+    return mse(model, batch)
+
+
+def moves_data(model: Model, batch: Any) -> torch.Tensor:
+    """A write that no version counts."""
+    next(model.parameters()).data.mul_(0.9)
+    return mse(model, batch)
+
+
+@pytest.mark.parametrize("loss", [steps_itself, moves_data])
+def test_a_loss_that_changes_weights_is_an_error(loss: Any) -> None:
+    """Replicas would differ, and healthy machines would be blamed for it."""
+    with pytest.raises((ParametersWritten, ConfigError),
+                       match=r"has changed the parameters 0\.weight"):
+        trained(built(), loss=loss)
+
+
+def test_a_later_step_that_changes_weights_is_an_error() -> None:
+    """The warm-up has not seen it."""
+    model, steps = built(), list[int]()
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        if len(steps) == 2:
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.9)
+        return mse(model, batch)
+
+    with pytest.raises(ParametersWritten, match=r"0\.weight"):
+        trained(model, loss=loss, after_step=steps.append)
+    assert steps == [0, 1]
+
+
+def test_an_optimizer_that_steps_in_the_backward_pass_is_an_error() -> None:
+    """As hooks that save the gradients' memory do."""
+    model = built()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: own.step())
+    with pytest.raises((ParametersWritten, ConfigError), match="has changed the parameters"):
+        trained(model)
+
+
+def test_a_parameter_that_is_replaced_is_an_error() -> None:
+    """A new object is in no buffer, and no checkpoint could name it."""
+    model = built()
+
+    def after_step(step: int) -> None:
+        if step == 1:
+            model[0].weight = torch.nn.Parameter(torch.ones(8, 5))
+
+    with pytest.raises(RuntimeError, match=r"other parameters than at the start \(0\.weight\)"):
+        trained(model, after_step=after_step)
+
+
+@pytest.mark.parametrize(("wrong", "kind"), [
+    (lambda loss: None, "NoneType"), (float, "float"), (lambda loss: (loss,), "tuple"),
+    (lambda loss: loss.expand(2), r"a tensor of shape \(2,\)")])
+def test_a_loss_that_is_no_scalar_is_an_error(wrong: Any, kind: str) -> None:
+    """By the type that it has returned."""
+    with pytest.raises(TypeError, match=f"returned {kind}. Use the mean"):
+        trained(built(), loss=lambda model, batch: wrong(mse(model, batch)))
+
+
+class Counter(Model):
+    """Counts in whole numbers."""
+
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        self.more, self.inner = more, built()
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += self.more
+        return torch.as_tensor(self.inner(x))
+
+
+def test_a_whole_number_that_changes_by_more_than_the_sums_hold_is_an_error() -> None:
+    """It was rounded in silence. Up to there it is exact."""
+    rules = {"count": "mean"}
+    model = everywhere(lambda: job_of(Counter(2**22 - 1), rules=rules))
+    assert int(model.get_buffer("count")) == 6 * (2**22 - 1)
+    with pytest.raises(
+            RuntimeError,
+            match="a buffer of whole numbers has changed by more than 4194304 in step 0"):
+        trained(Counter(2**25 + 1), buffers=rules)
 
 
 # --- datasets -------------------------------------------------------------------------------------
@@ -212,7 +295,7 @@ def test_the_place_in_the_world_raises_where_it_is_not_known(name: str) -> None:
     assert (trainer.rank, trainer.size, trainer.is_first) == (0, 1, True)
 
 
-def test_the_place_in_the_world_is_known_behind_a_run_that_was_finished(run_dir: Any) -> None:
+def test_the_place_in_the_world_is_known_after_a_run_that_was_finished(run_dir: Any) -> None:
     """Its loop has no step, and this process may not have joined."""
     trained(built(), run_dir=run_dir)
     model = built()
@@ -224,26 +307,11 @@ def test_the_place_in_the_world_is_known_behind_a_run_that_was_finished(run_dir:
 def test_a_progress_bar_ends_at_the_number_of_steps_when_the_run_is_resumed(run_dir: Any) -> None:
     """As the docstring of `steps` has it."""
     trained(built(), until="3 steps", run_dir=run_dir, checkpoint_every=1)
-    model, bar = built(), Bar(trainer_of(built(), dataset=Subset(DATA, range(8))).steps)
-    assert bar.total == 2
-    trainer = trainer_of(model)
-    bar = Bar(trainer.steps)
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
-        bar.update(step.number + 1 - bar.n)
-        assert bar.n in (4, 5, 6)
-    assert bar.n == bar.total == 6
-
-
-class Bar:
-    """What tqdm has."""
-
-    def __init__(self, total: int):
-        self.n, self.total = 0, total
-
-    def update(self, n: int) -> None:
-        self.n += n
+    assert trainer_of(built(), dataset=Subset(DATA, range(8))).steps == 2
+    trainer, shown = trainer_of(model := built()), [0]
+    loop(trainer, model, after=lambda step: shown.append(
+        shown[-1] + (step.number + 1 - shown[-1])))  # bar.update(step.number + 1 - bar.n)
+    assert shown == [0, 4, 5, 6] and trainer.steps == 6
 
 
 # --- the words of the caller ----------------------------------------------------------------------
@@ -284,8 +352,6 @@ def test_no_message_has_the_words_of_train_alone() -> None:
     folders = [Path(loops.__file__).parent, Path(optimizer_values.__file__).parent]
     found = []
     for path in sorted(path for folder in folders for path in folder.glob("*.py")):
-        if path.stem in ("option_names", "train"):
-            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         raised = [node for call in ast.walk(tree) if isinstance(call, ast.Raise | ast.Return)
                   for node in ast.walk(call) if isinstance(node, ast.JoinedStr | ast.Constant)]

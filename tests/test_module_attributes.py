@@ -1,24 +1,29 @@
-"""Plain attributes of modules (`p` of a dropout, a temperature): what a script changes in them is
-the same in a resumed run, on a newcomer and in every world, or an error that names it."""
+"""Plain attributes of modules (`p` of a dropout, a temperature) and their modes (train or eval):
+what a script changes in them is the same in a resumed run, on a newcomer and in every world, or an
+error that names it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from test_evaluation import HELD_OUT
-from test_loop import built, mse, sgd
+from test_loop import INPUT, SIZE, built, mse, sgd
 from test_same_bits import CHANGES
 from test_same_bits import attributes as scaled
-from test_trainer import in_a_breaking_world, trainer_of
+from test_trainer import Fault, in_a_breaking_world, loop, trainer_of
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.state.forward import Modes
 from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState, check_kinds, require_fit
 from elastic_trainer.state.module_attributes import ModuleAttributes, plain_attributes
-from elastic_trainer.training.differing import on_attributes
+from elastic_trainer.training.differing import on_attributes, sentence
 
 Model = torch.nn.Module
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -26,12 +31,8 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 
 def run(model: Any, change: Callable[[Any, int], Any], until: int = 6, **more: Any) -> str:
     """Train, and change an attribute after each step."""
-    trainer = trainer_of(model, until=f"{until} steps", **more)
-    for step in trainer:
-        for batch in step:
-            step.backward(mse(model, batch))
-        change(model, step.number)
-    return str(trainer.result.weights_sha256)
+    return loop(trainer_of(model, until=f"{until} steps", **more), model,
+                after=lambda step: change(model, step.number))
 
 
 def counts(model: Any, step: Any, batch: Any) -> None:
@@ -81,30 +82,44 @@ def test_an_attribute_that_depends_on_the_batches_of_a_worker_is_an_error(
     assert max(steps, default=-1) == (1 if error is RuntimeError else -1)
 
 
-@pytest.mark.parametrize("where", ["before", "behind"])
-def test_attributes_that_differ_between_workers_end_the_run(
-        where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a step is applied, on all workers, with the name, the values and the ranks."""
-    models = [scaled() for _ in range(3)]
+DIFFERING: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], str]] = {
+    "modes": (lambda: normed(), lambda model: model[2].eval(),
+              "the mode (train or eval) of 2 differs between the workers in step 2: 2 is in eval "
+              "mode on rank 0 alone"),
+    "attributes": (scaled, lambda model: setattr(model[2], "temperature", 0.5),
+                   "the attributes 2.temperature of the model's modules differ between the workers "
+                   "in step 2: 2.temperature is 0.5 on rank 0, as it was built on rank 1, as it "
+                   "was built on rank 2")}
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("what", DIFFERING)
+def test_modules_that_differ_between_workers_end_the_run(
+        what: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a step is applied, on all workers, with the name, the values and the ranks. Else the
+    weights would depend on the world, in silence."""
+    make, change, message = DIFFERING[what]
+    models, steps = [make() for _ in range(3)], list[int]()
 
     def work(rank: int) -> str:
-        model, seen = models[rank], list[int]()
+        model, trainer, seen = models[rank], trainer_of(models[rank]), list[int]()
         with pytest.raises(RuntimeError) as raised:
-            for step in trainer_of(model):
+            for step in trainer:
                 if where == "before" and rank == 0 and len(seen) == 2:
-                    model[2].temperature = 0.5
+                    change(model)
                 for batch in step:
                     step.backward(mse(model, batch))
-                if where == "behind" and rank == 0 and step.number == 1:
-                    model[2].temperature = 0.5
+                if where == "after" and trainer.is_first and step.number == 1:
+                    change(model)
                 seen.append(step.number)
+        steps.extend(seen)
         return str(raised.value)
 
     (told,) = set(in_a_breaking_world(monkeypatch, 3, work))
-    assert ("the attributes 2.temperature of the model's modules differ between the workers in "
-            "step 2: 2.temperature is 0.5 on rank 0, as it was built on rank 1, as it was built "
-            "on rank 2") in told
-    assert "if trainer.is_first" in told
+    assert message in told and "if trainer.is_first" in told and max(steps) == 1
+
+
+def test_the_values_of_attributes_that_differ_are_named() -> None:
     assert "b is 2 on rank 0, 3 on rank 1" in on_attributes(1, [{"b": 2, "a": 1}, {"b": 3, "a": 1}])
 
 
@@ -119,8 +134,7 @@ def test_a_newcomer_has_the_attributes_when_it_has_received_the_state() -> None:
     giver.model[2].new = "x"  # type: ignore[index]
     taker.model[2].count = 7  # type: ignore[index]
     packed = giver.packed()
-    values = decode(packed.header, torch.cat([
-        *byte_ranges(packed, 0, packed.payload_bytes)]))
+    values = decode(packed.header, torch.cat([*byte_ranges(packed, 0, packed.payload_bytes)]))
     check_kinds(values)
     taker.load(values)
     assert plain_attributes(taker.model) == plain_attributes(giver.model)
@@ -175,11 +189,8 @@ def test_an_evaluation_leaves_no_trace_in_attributes(monkeypatch: pytest.MonkeyP
 
     def work(rank: int) -> tuple[str, int, bool]:
         model, trainer = models[rank], trainer_of(models[rank])
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
-            trainer.evaluate(HELD_OUT, counting)
-        return trainer.result.weights_sha256, model[2].count, hasattr(model[2], "evaluated")
+        sha256 = loop(trainer, model, after=lambda step: trainer.evaluate(HELD_OUT, counting))
+        return sha256, model[2].count, hasattr(model[2], "evaluated")
 
     assert set(in_a_breaking_world(monkeypatch, 3, work)) == {(alone, 0, False)}
 
@@ -212,3 +223,109 @@ def test_attributes_of_torchs_own_modules_are_followed() -> None:
     model["a"].cyclic, model["a"].long = cyclic, list(range(5000))
     attributes.begin()
     assert attributes.changed() == {"a.dropout": 0.2}
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+SCHEDULE = Schedule(dataset_size=SIZE, global_batch=8, microbatches=4, epochs=2, seed=3,
+                    min_microbatch_samples=2)
+
+
+def normed() -> Any:
+    """A model whose bits depend on a mode, without random numbers."""
+    return built(torch.nn.BatchNorm1d(8))
+
+
+def test_modules_whose_modes_differ_are_named_with_the_workers() -> None:
+    """The first ones of many, and the model itself by what it is."""
+    told = sentence(7, [["", "a"], ["a"], ["", "a", "b"]])
+    assert told.startswith("the mode (train or eval) of the model, b differs between the workers "
+                           "in step 7: the model is in eval mode on rank 0, 2 alone.")
+    assert "if trainer.is_first" in told and "model.train()" in told
+
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_modes_that_the_inner_loop_sets_are_those_of_every_worker(
+        size: int, reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of one that has no micro-batch, and of one that rolls a step forward. The micro-batches
+    leave other modes, and those of the first one hold. The same in every world."""
+    def run(model: Any, *listeners: Any) -> tuple[str, list[list[bool]]]:
+        trainer = trainer_of(model, listeners=listeners, reduce=reduce)
+        seen = list[list[bool]]()
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+                microbatches = [SCHEDULE.microbatch_samples(step.number, microbatch)
+                                for microbatch in range(4)]
+                first, _, third, *_ = (INPUT[microbatch[0]] for microbatch in microbatches
+                                       if len(microbatch))
+                if step.number % 2 and torch.equal(batch[0][0], first):
+                    model[2].train(not model[2].training)
+                if torch.equal(batch[0][0], third):
+                    model[1].eval()
+            seen.append([module.training for module in model])
+        return trainer.result.weights_sha256, seen
+
+    models = [normed() for _ in range(size)]
+    alone = run(normed())
+    assert [modes[2] for modes in alone[1]] == [True, False, False, True, True, False]
+    assert all(modes[1] for modes in alone[1])
+    for ended in in_a_breaking_world(
+            monkeypatch, size,
+            lambda rank: run(models[rank], *[Fault(("step.voted", 1))] * (rank == 1))):
+        assert ended[1] == alone[1] and (reduce == "ring" or ended[0] == alone[0])
+
+
+@pytest.mark.parametrize(("until", "leaves_at", "fails_at"),
+                         [(6, -1, -1), (12, 5, -1), (12, -1, 6)],
+                         ids=["finished", "left", "failed"])
+def test_modes_that_are_set_before_the_inner_loop_hold_when_a_run_goes_on(
+        until: int, leaves_at: int, fails_at: int, tmp_path: Path) -> None:
+    """model.train() stands before the inner loop, and model.eval() after it. A resumed worker has
+    run the first one before it had the checkpoint. The run was finished and gets more steps, or was
+    left by return, or an exception has ended it."""
+    def run(until: int, folder: Path | None = None, leaves_at: int = -1,
+            fails_at: int = -1) -> tuple[str, list[int]]:
+        model, steps = normed(), list[int]()
+        trainer = trainer_of(model, until=f"{until} steps", checkpoint_every=3, run_dir=folder)
+        for step in trainer:
+            model.train()
+            for batch in step:
+                step.backward(mse(model, batch))
+                if step.number == fails_at:
+                    raise ZeroDivisionError
+            steps.append(step.number)
+            if step.every("1 epoch"):
+                model.eval()
+            if folder and trainer._worker.loop:
+                checkpoints = trainer._worker.loop.checkpointing.checkpoints
+                assert checkpoints
+                checkpoints.wait()
+            if step.number == leaves_at:
+                return "", steps
+        assert not model.training  # as the last evaluation has left it
+        return trainer.result.weights_sha256, steps
+
+    straight, _ = run(12)
+    with suppress(ZeroDivisionError):
+        run(until, tmp_path, leaves_at, fails_at)
+    weights, steps = run(12, tmp_path)
+    assert weights == straight and steps[0] == (3 if fails_at >= 0 else 6)  # an evaluation precedes
+
+
+def test_a_compiled_module_has_the_mode_of_the_one_that_it_wraps() -> None:
+    """So a world may have both kinds of workers: they have the same number of modules."""
+    plain = normed()
+    compiled: Any = torch.compile(normed())
+    both = [Modes(plain), Modes(compiled)]
+    for model in (plain, compiled):
+        model.eval()
+    assert both[0].evaluating() == both[1].evaluating() == ["", "0", "1", "2", "3"]
+    for modes in both:
+        modes.load(["2"])
+    assert compiled.training and not compiled._orig_mod[2].training
+    assert both[1].evaluating() == ["2"]
+    for modes in both:
+        modes.begin()
+    assert both[0].checksum() == both[1].checksum() != 0

@@ -283,8 +283,7 @@ def test_several_optimizers_keep_what_each_has(tmp_path: Path) -> None:
     hashes = []
     for folder, steps in ((None, 8), (tmp_path, 3), (tmp_path, 8)):
         model = built()
-        optimizers = {"first": Counting(model[0].parameters()),
-                      "second": KEPT["Drawing"](model[2])}
+        optimizers = {"first": Counting(model[0].parameters()), "second": KEPT["Drawing"](model[2])}
         trainer = Trainer(model, optimizers, DATA, global_batch=16, microbatches=4,
                           until=f"{steps} steps", run_dir=folder, progress=False)
         for step in trainer:

@@ -57,10 +57,8 @@ def mixed(*sizes: int, weights: list[float], samples: int) -> Mixed:
 ORDERS = {"shuffled": SHUFFLED, "sequential": SEQUENTIAL,
           "weighted": Weighted(range(103)), "like_length": LikeLength(LENGTHS, window=3),
           "mixed": mixed(3, 100, weights=[1.0, 3.0], samples=103)}
-PINNED = {"shuffled": "d44c26ab13be01ab",
-          "sequential": "8df7ca87af00dc30",
-          "weighted": "525517f4f4f8bbfd",
-          "like_length": "bb78d2b959a0d5da",
+PINNED = {"shuffled": "d44c26ab13be01ab", "sequential": "8df7ca87af00dc30",
+          "weighted": "525517f4f4f8bbfd", "like_length": "bb78d2b959a0d5da",
           "mixed": "bd5076553b7fdd4e"}
 
 

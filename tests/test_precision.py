@@ -149,7 +149,7 @@ def is_off() -> bool:
 
 
 def test_autocast_is_off_outside_of_the_code_of_a_batch() -> None:
-    """Behind backward(), after the inner loop, between the steps, in another thread, and when the
+    """After backward(), after the inner loop, between the steps, in another thread, and when the
     loop is left by an exception."""
     model, elsewhere = model_of(), []
     trainer = trainer_of(model, precision="bf16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy
 import pytest
 import torch
 from cluster import Cluster
-from simulated import Hub, Member
+from simulated import Member, in_worlds
 
 from elastic_trainer import Loader, Mixture, Trainer
 from elastic_trainer.commands.run import hash_seed
@@ -64,23 +63,17 @@ def test_members_compare_themselves_when_no_driver_does(
         holders: list[int], allowed: tuple[str, ...], refused: list[int]) -> None:
     """Under plain horovodrun the one that differs ends, and the others go on; if none holds the
     state, nothing shows which is right, and all end."""
-    hub, ended = Hub(3), []
-
-    def member(rank: int) -> None:
-        leaf = Leaf("int", (), "7f" if rank == 2 else "5a")
+    def act(member: Member) -> bool:
+        leaf = Leaf("int", (), "7f" if member.rank == 2 else "5a")
         try:
-            require_same_program(Member(hub, rank), Proof(length=9, samples={"7": {"label": leaf}}),
+            require_same_program(member, Proof(length=9, samples={"7": {"label": leaf}}),
                                  holders, allowed)
+            return False
         except ConfigError as error:
             assert "rank 2" in str(error) and "sample 7, field `label` has" in str(error)
-            ended.append(rank)
+            return True
 
-    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(ended) == refused
+    assert [rank for rank, ended in enumerate(in_worlds(3, act)) if ended] == refused
 
 
 def test_all_workers_of_a_run_have_one_hash_seed(tmp_path: Path, capsys: Any) -> None:

@@ -3,14 +3,11 @@ network."""
 
 from __future__ import annotations
 
-import threading
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import Hub, Member
+from simulated import Member, in_worlds
 
 from elastic_trainer.reduce.exact import ExactReducer, tree_sum
 from elastic_trainer.reduce.flat import Flat
@@ -18,42 +15,16 @@ from elastic_trainer.reduce.ring import RingReducer
 from elastic_trainer.schedule.schedule import aligned_subtrees, owned_microbatches
 
 
-def in_worlds(size: int, act: Any) -> list[Any]:
-    """Run `act(member)` in one thread for each rank and return the results; an exception is raised
-    here."""
-    hub, results, errors = Hub(size), [None] * size, []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = act(Member(hub, rank))
-        except BaseException as error:
-            errors.append(error)
-            hub.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
-def reduced(kind: str,
-            size: int,
-            microbatches: int,
+def reduced(kind: str, size: int, microbatches: int,
             steps: int = 2) -> list[dict[torch.dtype, torch.Tensor]]:
     """Reduce random per-micro-batch gradients in a world of `size`; the same numbers for every
     world."""
 
     def act(member: Member) -> dict[torch.dtype, torch.Tensor]:
-        parameters = [
-            torch.nn.Parameter(torch.zeros(7, 3)),
-            torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)),
-            torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)),
-            torch.nn.Parameter(torch.zeros(1))
-        ]
+        parameters = [torch.nn.Parameter(torch.zeros(7, 3)),
+                      torch.nn.Parameter(torch.zeros(5, dtype=torch.float64)),
+                      torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16)),
+                      torch.nn.Parameter(torch.zeros(1))]
         buffers = {"mean": torch.zeros(3), "count": torch.tensor(0)}
         flat = Flat(dict(zip("abcd", parameters, strict=True)), buffers, torch.device("cpu"))
         reducer = (ExactReducer if kind == "exact" else RingReducer)(flat, microbatches)

@@ -25,13 +25,9 @@ BILLION = Schedule(dataset_size=10**9, global_batch=4096, microbatches=16, epoch
 @some.composite
 def small_schedules(draw):
     global_batch = draw(some.integers(1, 50))
-    return Schedule(
-        dataset_size=draw(some.integers(1, 200)),
-        global_batch=global_batch,
-        microbatches=draw(some.integers(1, global_batch)),
-        epochs=draw(some.integers(1, 3)),
-        seed=draw(some.integers(0, 2**64 - 1)),
-    )
+    return Schedule(dataset_size=draw(some.integers(1, 200)), global_batch=global_batch,
+                    microbatches=draw(some.integers(1, global_batch)),
+                    epochs=draw(some.integers(1, 3)), seed=draw(some.integers(0, 2**64 - 1)))
 
 
 def permutation(size, key=0):
@@ -188,17 +184,12 @@ def test_microbatches_are_the_batch_when_a_step_is_split(schedule, step):
         (10, 3, 1, [0, 1, 1]),
     ],
 )
-def test_the_last_batch_has_fewer_microbatches_when_they_would_be_too_small(dataset_size,
-                                                                            microbatches, fewest,
-                                                                      sizes):
+def test_the_last_batch_has_fewer_microbatches_when_they_would_be_too_small(
+        dataset_size, microbatches, fewest, sizes):
     """They are merged by a rule of the numbers alone, spread over all micro-batches, none larger
     than in a full batch."""
-    schedule = Schedule(dataset_size=dataset_size,
-                        global_batch=8,
-                        microbatches=microbatches,
-                        epochs=1,
-                        seed=0,
-                        min_microbatch_samples=fewest)
+    schedule = Schedule(dataset_size=dataset_size, global_batch=8, microbatches=microbatches,
+                        epochs=1, seed=0, min_microbatch_samples=fewest)
     assert [len(schedule.microbatch_samples(1, microbatch))
             for microbatch in range(microbatches)] == sizes
 
@@ -275,11 +266,7 @@ def test_the_key_is_named_when_the_last_batch_cannot_be_cut_so(changes, message)
 @pytest.mark.parametrize(("max_steps", "steps"), [(None, 6), (4, 4), (6, 6), (100, 6)])
 def test_the_run_ends_at_the_earlier_limit_when_max_steps_is_given(max_steps, steps):
     """`steps` is the smaller of the epochs' steps and max_steps."""
-    schedule = Schedule(dataset_size=10,
-                        global_batch=4,
-                        microbatches=1,
-                        epochs=2,
-                        seed=0,
+    schedule = Schedule(dataset_size=10, global_batch=4, microbatches=1, epochs=2, seed=0,
                         max_steps=max_steps)
     assert schedule.steps == steps
 
@@ -354,11 +341,8 @@ def test_the_digest_differs_when_a_sample_is_lost_doubled_or_swapped():
     for i in range(batch.size):
         swapped = batch.copy()
         swapped[i] = batch[i - 1] + 1
-        assert whole not in {
-            samples_digest(np.delete(batch, i)),
-            samples_digest(np.append(batch, batch[i])),
-            samples_digest(swapped),
-        }
+        assert whole not in {samples_digest(np.delete(batch, i)),
+                             samples_digest(np.append(batch, batch[i])), samples_digest(swapped)}
 
 
 def test_the_digest_is_the_same_when_the_order_changes():

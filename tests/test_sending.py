@@ -10,9 +10,8 @@ import horovod.torch as hvd
 import pytest
 import torch
 from rich.console import Console
-from simulated import Member
+from simulated import Member, in_worlds
 from test_loop import Ears, built, mse, sgd, trained
-from test_reduce import in_worlds
 from test_settings import differences
 from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
 
@@ -68,9 +67,8 @@ def numbers(microbatch: int, scale: float) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [None, 1024])
-@pytest.mark.parametrize(("compress", "dtype"), [("bf16", torch.bfloat16),
-                                                 ("fp16", torch.float16)])
-def test_each_gradient_is_rounded_once_before_and_once_behind_a_sum_in_32_bits(
+@pytest.mark.parametrize(("compress", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_each_gradient_is_rounded_once_before_and_once_after_a_sum_in_32_bits(
         compress: str, dtype: torch.dtype, bucket_bytes: int | None, size: int) -> None:
     """So the error does not grow with the world, and all workers have the same bits."""
     found, told, sent = summed(size, Sending(compress=compress, bucket_bytes=bucket_bytes))

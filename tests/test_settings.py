@@ -87,9 +87,8 @@ def test_a_torch_schedulers_settings_are_compared_when_a_run_is_resumed(run_dir:
     """Those of the checkpoint hold; also of schedulers within schedulers."""
     def sequence(gamma: float, period: int) -> Any:
         def make(optimizer: Optimizer) -> LRScheduler:
-            return SequentialLR(optimizer,
-                                [StepLR(optimizer, 1, gamma),
-                                 CosineAnnealingLR(optimizer, period)], [3])
+            return SequentialLR(
+                optimizer, [StepLR(optimizer, 1, gamma), CosineAnnealingLR(optimizer, period)], [3])
         return make
 
     first, second = built(), built()

@@ -80,8 +80,7 @@ def test_a_buffer_that_grows_is_an_error(
         trained(model, buffers={"2.seen": "mean"})
     if error is RuntimeError:
         trained(reference, until="1 step")
-    for mine, theirs in zip(model.state_dict().values(),
-                            reference.state_dict().values(),
+    for mine, theirs in zip(model.state_dict().values(), reference.state_dict().values(),
                             strict=True):
         assert torch.equal(mine, theirs)
 

@@ -95,8 +95,7 @@ def test_steps_that_become_slower_are_logged_once_and_so_is_their_end() -> None:
 def test_steps_that_become_slower_still_are_logged_again() -> None:
     """However long it has been slow already."""
     assert events_of(*[(1.0, 0.1)] * 5, *[(2.0, 1.1)] * 50, *[(9.0, 8.1)] * 10,
-                     *[(2.0, 1.1)] * 5) == [
-        ("worker.steps_slower", 9), ("worker.steps_slower", 59)]
+                     *[(2.0, 1.1)] * 5) == [("worker.steps_slower", 9), ("worker.steps_slower", 59)]
 
 
 def test_a_few_slow_steps_are_not_logged() -> None:

@@ -14,8 +14,8 @@ import pytest
 import torch
 from cluster import Cluster
 from faults import Plan
+from simulated import in_worlds
 from test_faults import FEW, host
-from test_reduce import in_worlds
 
 from elastic_trainer import ConfigError, Trainer, train
 from elastic_trainer.events import trace as traces

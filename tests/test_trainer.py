@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import Hub, Member
+from simulated import Hub, Member, in_threads
 from test_loop import (
     DATA,
     INPUT,
@@ -37,7 +37,6 @@ from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.reduce.flat import Tally, read
 from elastic_trainer.schedule.intervals import length_of
-from elastic_trainer.schedule.learning_rate import cosine
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.training.loop import Loop
@@ -57,44 +56,24 @@ def trainer_of(model: Model, optimizer: Any = None, dataset: Any = DATA, **chang
                    sgd(model) if optimizer is None else optimizer, dataset, **(given | changes))
 
 
-def loop(trainer: Trainer, model: Model, loss: Callable[[Model, Any], torch.Tensor] = mse) -> str:
-    """Run the loop that every user writes; returns the hash of the weights."""
+def loop(trainer: Trainer, model: Model, loss: Callable[[Model, Any], torch.Tensor] = mse,
+         after: Callable[[Any], Any] = lambda step: None) -> str:
+    """Run the loop that every user writes, with code after the inner loop; returns the hash of the
+    weights."""
     for step in trainer:
         for batch in step:
             step.backward(loss(model, batch))
+        after(step)
     return trainer.result.weights_sha256
 
 
 # --- the same bits --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("reduce", ["exact", "ring"])
-def test_the_bits_are_those_of_train_when_the_loop_is_the_users(reduce: str) -> None:
-    """Also with everything that a step can change: statistics, dropout, moments, scale, rate,
-    clipping."""
-    def made() -> tuple[Model, dict[str, Any]]:
-        model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
-        return model, {
-            "clip_norm": 0.5, "scaler": torch.amp.GradScaler("cpu",
-                                                             init_scale=2.0**8,
-                                                             growth_interval=2)
-        }
-
-    model, more = made()
-    rate = cosine(warmup_steps=2, total_steps=6)
-    reference = trained(model, adamw(model), microbatches=2, lr=rate, reduce=reduce,
-                        **more).weights_sha256
-    model, more = made()
-    trainer = trainer_of(model, adamw(model), microbatches=2, lr=rate, reduce=reduce, **more)
-    assert loop(trainer, model) == reference
-
-
 def test_each_step_is_handed_out_once_when_it_is_finished() -> None:
     """With its number, epoch and loss: those of the event."""
     model, ears, seen = built(), Ears(), []
-    for step in trainer_of(model, listeners=[ears]):
-        for batch in step:
-            step.backward(mse(model, batch))
-        seen.append((step.number, step.epoch, step.loss))
+    loop(trainer_of(model, listeners=[ears]), model,
+         after=lambda step: seen.append((step.number, step.epoch, step.loss)))
     told = [(e["step"], SCHEDULE.epoch(e["step"]), e["loss"])
             for e in ears.facts("worker.step_committed")]
     assert seen == told and len(seen) == 6
@@ -118,50 +97,46 @@ class Average:
         self.values, self.updates = values["values"].clone(), values["updates"]
 
 
+def with_average(model: Model, optimizer: Any = None, **options: Any
+                 ) -> tuple[str, list[int], list[float], int]:
+    """Run a loop that keeps an average; returns the hash, the steps, the average and its
+    updates."""
+    average, steps = Average(), list[int]()
+
+    def after(step: Any) -> None:
+        average.update(model)
+        steps.append(step.number)
+
+    trainer = trainer_of(model, optimizer, state={"average": average}, **options)
+    return loop(trainer, model, after=after), steps, average.values.tolist(), average.updates
+
+
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(
-        run_dir: Path, stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_are_those_of_a_straight_run_when_it_is_resumed(stop: int, tmp_path: Path) -> None:
     """A checkpoint holds what the user changed after its last step, in `state`."""
-    def run(until: int) -> tuple[str, Average, list[int]]:
-        model, average, steps = built(torch.nn.BatchNorm1d(8)), Average(), []
-        trainer = trainer_of(model,
-                             state={"average": average},
-                             until=f"{until} steps",
-                             checkpoint_every=1)
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
-            average.update(model)
-            steps.append(step.number)
-        return trainer.result.weights_sha256, average, steps
+    def run(until: int, folder: Path | None = tmp_path) -> Any:
+        return with_average(built(torch.nn.BatchNorm1d(8)), until=f"{until} steps",
+                            checkpoint_every=1, run_dir=folder)
 
     run(stop)
-    resumed = run(6)
-    monkeypatch.delenv("ELASTIC_TRAINER_RUN_DIR")
-    straight = run(6)
-    assert resumed[0] == straight[0] and resumed[2] == list(range(stop, 6))
-    assert torch.equal(resumed[1].values,
-                       straight[1].values) and resumed[1].updates == straight[1].updates == 6
+    sha256, _, *average = run(6, None)
+    assert run(6) == (sha256, list(range(stop, 6)), *average) and average[1] == 6
 
 
-def test_a_model_is_evaluated_behind_the_inner_loop() -> None:
+def test_a_model_is_evaluated_after_the_inner_loop() -> None:
     """model.eval(), a forward pass, model.train() and accumulated losses change no bit of the
     training."""
-    def run(evaluates: bool) -> str:
-        model = built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2))
-        trainer = trainer_of(model, microbatches=2)
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
-            if evaluates and step.every("1 epoch"):
-                model.eval()
-                with torch.no_grad():
-                    mse(model, [INPUT, TARGET])
-                torch.rand(3)
-                model.train()
-        return trainer.result.weights_sha256
+    def evaluate(step: Any) -> None:
+        if step.every("1 epoch"):
+            models[1].eval()
+            with torch.no_grad():
+                mse(models[1], [INPUT, TARGET])
+            torch.rand(3)
+            models[1].train()
 
-    assert run(True) == run(False)
+    models = [built(torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.2)) for _ in range(2)]
+    plain, evaluated = (trainer_of(model, microbatches=2) for model in models)
+    assert loop(evaluated, models[1], after=evaluate) == loop(plain, models[0])
 
 
 def test_a_batch_is_accumulated_when_the_user_cuts_it_again() -> None:
@@ -233,8 +208,7 @@ def in_a_breaking_world(monkeypatch: pytest.MonkeyPatch, size: int,
                         work: Callable[[int], Any]) -> list[Any]:
     """Run `work` of each rank in a thread, with a Trainer that has its seat in one world; returns
     what they return."""
-    hub, ended, broken = Meeting(size), dict[int, Any](), list[BaseException]()
-    ranks = threading.local()
+    hub, ranks = Meeting(size), threading.local()
     torch.set_num_threads(1)
 
     class Seated(Loop):
@@ -244,24 +218,16 @@ def in_a_breaking_world(monkeypatch: pytest.MonkeyPatch, size: int,
             self.generations = Generations(Launch(), Given(ranks.rank, size), self.events,
                                            self.hooks(), self.world, Doors(hub))
 
-    def run(rank: int) -> None:
+    def run(rank: int) -> Any:
         ranks.rank = rank
-        try:
-            ended[rank] = work(rank)
-        except BaseException as error:
-            broken.append(error)
-            hub.barrier.abort()
-            hub.door.abort()
+        return work(rank)
+
+    def give_up() -> None:
+        hub.barrier.abort()
+        hub.door.abort()
 
     monkeypatch.setattr("elastic_trainer.training.worker.Loop", Seated)
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if broken:
-        raise broken[0]
-    return [ended[rank] for rank in range(size)]
+    return in_threads(size, run, give_up)
 
 
 POINTS = ("step.computed", "step.prepared", "step.voted", "step.applied")
@@ -280,25 +246,16 @@ def test_the_bits_are_those_of_one_worker_when_generations_break(
         points: dict[int, list[tuple[str, int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In micro-batches, between prepare, vote and apply. The code after the inner loop runs once
     for each finished step."""
-    def run(rank: int, **more: Any) -> tuple[str, list[int], torch.Tensor]:
-        torch.manual_seed(0)
-        model, average, steps = models[rank], Average(), []
-        trainer = trainer_of(model, adamw(model), state={"average": average}, **more)
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
-            average.update(model)
-            steps.append(step.number)
-        return trainer.result.weights_sha256, steps, average.values
+    def run(rank: int, **more: Any) -> Any:
+        return with_average(models[rank], adamw(models[rank]), **more)
 
     models = [built(torch.nn.LayerNorm(8)) for _ in range(5)]
     reference = built(torch.nn.LayerNorm(8))
     straight = trained(reference, adamw(reference)).weights_sha256
     alone = run(4)
     assert alone[:2] == (straight, list(range(6)))
-    for ended in in_a_breaking_world(
-            monkeypatch, 4, lambda rank: run(rank, listeners=[Fault(*points.get(rank, []))])):
-        assert ended[:2] == alone[:2] and torch.equal(ended[2], alone[2])
+    assert in_a_breaking_world(monkeypatch, 4, lambda rank: run(
+        rank, listeners=[Fault(*points.get(rank, []))])) == [alone] * 4
 
 
 # --- what is counted and logged -------------------------------------------------------------------
@@ -319,13 +276,9 @@ def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, sca
     def run(microbatches: int) -> tuple[Model, float]:
         model = built()
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**6) if scales else None
-        trainer = trainer_of(model, microbatches=microbatches, reduce=reduce, clip_norm=0.5,
-                             scaler=scaler)
-        for step in trainer:
-            for batch in step:
-                total, count = tokens(model, batch)
-                step.backward(total, count=count)
-        return model, trainer.result.loss
+        result = trained(model, loss=tokens, microbatches=microbatches, reduce=reduce,
+                         clip_norm=0.5, scaler=scaler)
+        return model, result.loss
 
     plain = built()
     optimizer = sgd(plain)
@@ -342,9 +295,7 @@ def test_the_gradient_is_that_of_the_mean_over_what_was_counted(reduce: str, sca
         torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
     (one, loss), (four, _) = run(1), run(4)
-    for mine, theirs, other in zip(one.parameters(),
-                                   plain.parameters(),
-                                   four.parameters(),
+    for mine, theirs, other in zip(one.parameters(), plain.parameters(), four.parameters(),
                                    strict=True):
         assert torch.equal(byte_view(mine), byte_view(theirs))
         assert torch.allclose(mine, other, rtol=1e-4, atol=1e-6)
@@ -369,15 +320,9 @@ def test_sums_are_the_same_number_in_every_world(monkeypatch: pytest.MonkeyPatch
     model = built()
     alone = counted(model, trainer_of(model, listeners=[ears]))
     assert [e["metrics"] for e in ears.facts("worker.step_committed")] == alone[1]
-    models = [built() for _ in range(3)]
-    for ended in in_a_breaking_world(
-            monkeypatch, 3, lambda rank: counted(
-                models[rank],
-                trainer_of(
-                    models[rank],
-                    listeners=
-                    [Fault(*{1: [("step.voted", 2)], 2: [("step.computed", 4)]}.get(rank, []))]))):
-        assert ended == alone
+    models, places = [built() for _ in range(3)], [[], [("step.voted", 2)], [("step.computed", 4)]]
+    assert in_a_breaking_world(monkeypatch, 3, lambda rank: counted(
+        models[rank], trainer_of(models[rank], listeners=[Fault(*places[rank])]))) == [alone] * 3
 
 
 def test_logged_sums_are_exact() -> None:
@@ -487,11 +432,7 @@ def test_the_bits_are_plain_pytorchs_when_each_optimizer_has_a_phase() -> None:
     left."""
     model, plain = Pair(draws=True), Pair(draws=True)
     adversarial(model, trainer_of(model, optimizers(model), clip_norm=0.5, microbatches=1))
-    schedule = Schedule(dataset_size=SIZE,
-                        global_batch=8,
-                        microbatches=1,
-                        epochs=2,
-                        seed=3,
+    schedule = Schedule(dataset_size=SIZE, global_batch=8, microbatches=1, epochs=2, seed=3,
                         min_microbatch_samples=2)
     made = optimizers(plain)
     for step in range(schedule.steps):
@@ -503,9 +444,8 @@ def test_the_bits_are_plain_pytorchs_when_each_optimizer_has_a_phase() -> None:
             torch.nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]],
                                            0.5)
             optimizer.step()
-    for (name, mine), theirs in zip(model.state_dict().items(),
-                                    plain.state_dict().values(),
-                                    strict=True):
+    for (name,
+         mine), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-4,
                               atol=1e-6) if "running" in name else torch.equal(mine, theirs), name
 
@@ -646,12 +586,6 @@ def early(step: Any, model: Model) -> None:
         break
 
 
-def nested(step: Any, model: Model) -> None:
-    for batch in step:
-        for _ in step:
-            step.backward(mse(model, batch))
-
-
 def without_batch(step: Any, model: Model) -> None:
     step.backward(mse(model, [INPUT, TARGET]))
 
@@ -660,24 +594,39 @@ def loss_too_early(step: Any, model: Model) -> None:
     print(step.loss)
 
 
-@pytest.mark.parametrize(("body", "told"), [
-    (twice, "called twice in the warm-up. Add the losses"),
-    (never, "not called in the warm-up.*step.backward"),
-    (own_backward, "not called in the warm-up.*step.backward"),
-    (early, "step 0 was left early.*Run `for batch in step` to its end"),
-    (nested, "step 0 is iterated a second time"),
-    (without_batch, "called in step 0 without a batch. Call it inside"),
-    (loss_too_early, "loss of step 0 is known when the step is finished"),
-    (lambda step, model: None, "step 0 was not run"),
+def nested(step: Any, model: Model) -> None:
+    for batch in step:
+        for _ in step:
+            step.backward(mse(model, batch))
+
+
+def again(step: Any, model: Model) -> None:
+    """A second loop over a finished step would have no batch, in silence."""
+    for _ in range(2):
+        for batch in step:
+            step.backward(mse(model, batch))
+
+
+@pytest.mark.parametrize(("body", "is_applied", "told"), [
+    (twice, False, "called twice in the warm-up. Add the losses"),
+    (never, False, "not called in the warm-up.*step.backward"),
+    (own_backward, False, "not called in the warm-up.*step.backward"),
+    (early, False, "step 0 was left early.*Run `for batch in step` to its end"),
+    (nested, False, "step 0 is iterated a second time"),
+    (again, True, "step 0 is iterated a second time"),
+    (without_batch, False, "called in step 0 without a batch. Call it inside"),
+    (loss_too_early, False, "loss of step 0 is known when the step is finished"),
+    (lambda step, model: None, False, "step 0 was not run"),
 ])
-def test_a_misuse_raises_at_once(body: Callable[[Any, Model], None], told: str) -> None:
-    """With the fact and the remedy, and before any step is applied."""
+def test_a_misuse_raises_at_once(body: Callable[[Any, Model], None], is_applied: bool,
+                                 told: str) -> None:
+    """With the fact and the remedy, and before any further step is applied."""
     model = built()
     before = [p.clone() for p in model.parameters()]
     with pytest.raises(RuntimeError, match=told):
         for step in trainer_of(model):
             body(step, model)
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert is_applied != all(map(torch.equal, before, model.parameters()))
 
 
 def test_the_optimizer_is_the_trainers() -> None:
@@ -686,33 +635,16 @@ def test_the_optimizer_is_the_trainers() -> None:
     optimizer = sgd(model)
     with pytest.raises(RuntimeError,
                        match=r"optimizer.step\(\) was called in the loop.*Remove the call"):
-        for step in trainer_of(model, optimizer):
-            for batch in step:
-                step.backward(mse(model, batch))
-                optimizer.step()
+        loop(trainer_of(model, optimizer), model,
+             lambda model, batch: (mse(model, batch), optimizer.step())[0])
     optimizer.step()
 
 
-def test_the_batches_of_a_step_come_once() -> None:
-    """A second loop over a finished step would have none, in silence."""
-    model = built()
-    with pytest.raises(RuntimeError, match="step 0 is iterated a second time"):
-        for step in trainer_of(model):
-            for _ in range(2):
-                for batch in step:
-                    step.backward(mse(model, batch))
-
-
 def test_a_step_is_not_used_when_it_is_over() -> None:
-    """A step that was kept raises where it is iterated or asked."""
+    """A step that was kept raises where it is asked."""
     model, kept = built(), list[Any]()
     with pytest.raises(RuntimeError, match="step 0 is over. Use a step inside of the body"):
-        for step in trainer_of(model):
-            if kept:
-                print(kept[0].loss)
-            for batch in step:
-                step.backward(mse(model, batch))
-            kept.append(step)
+        loop(trainer_of(model), model, after=lambda step: (kept.append(step), kept[0].loss))
 
 
 def test_one_trainer_is_iterated_once_and_alone() -> None:
@@ -761,10 +693,9 @@ def test_the_step_ends_with_the_users_error_when_it_is_caught_in_the_body() -> N
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("ranks", [(0, 1, 2), (1, )], ids=["all", "one"])
-def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(run_dir: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch,
-                                                                  ranks: tuple[int, ...],
-                                                                  inside: bool) -> None:
+def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(
+        run_dir: Path, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...],
+        inside: bool) -> None:
     """After this step, or after the next if it is asked for after the inner loop; also when a
     generation breaks there."""
     models = [built() for _ in range(3)]  # here: threads share the random generator
@@ -792,20 +723,17 @@ def test_the_run_is_finished_everywhere_when_the_loop_asks_for_it(run_dir: Path,
 def test_a_run_that_was_finished_early_stays_finished(run_dir: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     """The same command does no more steps; the event log is proved, and says why."""
-    for _ in range(2):
-        model, steps = built(), []
-        trainer = trainer_of(model)
-        for step in trainer:
-            for batch in step:
-                step.backward(mse(model, batch))
-            steps.append(step.number)
-            if step.loss < 100:
-                step.stop("good enough")
-        assert trainer.result.steps == 2
-        assert steps == [0, 1] or not steps
+    def after(step: Any) -> None:
+        steps.append(step.number)
+        if step.loss < 100:
+            step.stop("good enough")
+
+    for expected in ([0, 1], []):
+        model, steps = built(), list[int]()
+        loop(trainer := trainer_of(model), model, after=after)
+        assert trainer.result.steps == 2 and steps == expected
         verdict = verify(run_dir)
         assert verdict.violations == () and verdict.finished
-    assert not steps
     assert "finished after 2 of 6 steps: good enough" in capsys.readouterr().err
 
 
@@ -819,11 +747,9 @@ def test_time_is_rank_0s(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [built() for _ in range(3)]  # here: threads share the random generator
 
     def run(rank: int) -> list[int]:
-        model, ended = models[rank], []
-        for step in trainer_of(model, listeners=[Fault(("step.voted", 2))] if rank == 1 else []):
-            for batch in step:
-                step.backward(mse(model, batch))
-            ended += [step.number] * step.every("1 min")
+        ended = list[int]()
+        loop(trainer_of(models[rank], listeners=[Fault(("step.voted", 2))] * (rank == 1)),
+             models[rank], after=lambda step: ended.extend([step.number] * step.every("1 min")))
         return ended
 
     assert in_a_breaking_world(monkeypatch, 3, run) == [[2, 4]] * 3
@@ -834,19 +760,15 @@ def test_an_interval_has_a_number_and_a_unit(interval: Any) -> None:
     """With examples that work."""
     model = built()
     with pytest.raises(ConfigError, match="every is .*10 min"):
-        for step in trainer_of(model):
-            for batch in step:
-                step.backward(mse(model, batch))
-            step.every(interval)
+        loop(trainer_of(model), model, after=lambda step: step.every(interval))
 
 
 def test_every_epoch_and_every_so_many_steps_end_at_the_same_step_everywhere() -> None:
     """They follow from the number of the step alone."""
-    model, epochs, pairs = built(), [], []
-    for step in trainer_of(model):
-        for batch in step:
-            step.backward(mse(model, batch))
-        epochs += [step.number] * step.every("1 epoch")
-        pairs += [step.number] * step.every("2 steps")
+    model, ends = built(), list[tuple[bool, bool]]()
+    loop(trainer_of(model), model,
+         after=lambda step: ends.append((step.every("1 epoch"), step.every("2 steps"))))
+    epochs, pairs = ([step for step, end in enumerate(ended) if end]
+                     for ended in zip(*ends, strict=True))
     assert (epochs, pairs) == ([2, 5], [1, 3, 5])
     assert SCHEDULE.steps_per_epoch == 3 and SIZE == 22 and NUMBERS["seed"] == 3

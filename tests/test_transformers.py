@@ -367,9 +367,9 @@ def test_weights_log_and_callbacks_go_on_when_a_run_is_resumed(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_step_after_the_wish_to_stop_is_the_last_one(
+def test_the_step_after_the_stop_request_is_the_last_one(
         size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every world, with on_epoch_end and on_train_end behind it."""
+    """In every world, with on_epoch_end and on_train_end after it."""
     calls = [Calls() for _ in range(size)]
     trainers = [elastic_of(callbacks=[Counter(stop_at=1), calls[rank]], devices=2,
                            gradient_accumulation_steps=1) for rank in range(size)]
@@ -382,7 +382,7 @@ def test_the_step_after_the_wish_to_stop_is_the_last_one(
 
 
 def test_a_run_that_shall_stop_ends_in_the_same_step_when_it_is_resumed(tmp_path: Path) -> None:
-    """The wish is part of the state: a checkpoint behind it has it."""
+    """The request is part of the state: a checkpoint after it has it."""
     run = {"run_dir": str(tmp_path / "run"), "save_strategy": "steps", "save_steps": 1}
     with pytest.raises(RuntimeError, match="as planned"):  # after the last step
         elastic_of(callbacks=[Counter(stop_at=2), Leaves()], **run).train()
@@ -391,7 +391,7 @@ def test_a_run_that_shall_stop_ends_in_the_same_step_when_it_is_resumed(tmp_path
 
 def test_the_best_weights_are_in_the_model_at_the_end_when_patience_ends_the_run(
         tmp_path: Path) -> None:
-    """They are those that the real trainer loads: the step after the wish is not evaluated."""
+    """They are those that the real trainer loads: the step after the request is not evaluated."""
     options = {"run_dir": str(tmp_path / "run"), "load_best_model_at_end": True,
                "learning_rate": 0.3, "warmup_steps": 0, "num_train_epochs": 4,
                "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
