@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic_trainer.views.step_lines import ROWS, StepLine, StepLines
+from elastic_trainer.views.lineage import ROWS, StepLine, StepLines
 
 STEPS = st.sampled_from([0, 1, 7, ROWS - 1, ROWS, 5 * ROWS + 3, 2**63 - 1])
 LINE = st.builds(StepLine, STEPS, *[st.sampled_from([0, 5, 2**63 - 1])] * 5,

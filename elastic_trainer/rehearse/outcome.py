@@ -21,7 +21,7 @@ from typing import Any
 
 from elastic_trainer.events.sentences import ENDINGS, count
 from elastic_trainer.rehearse.trace import JOIN, LOSS, NOTICE, Row
-from elastic_trainer.views.verdict import Verdict
+from elastic_trainer.views.judge import Verdict
 
 MOST_SENTENCES = 5
 LARGER_HOSTS = 100

@@ -1,6 +1,6 @@
 """The samples that each step of a run must have, by the job that the event log describes.
 
-judge → here → findings
+judge → here → Findings (lineage)
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import numpy as np
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule.order import known_by
 from elastic_trainer.schedule.schedule import Schedule, samples_digest
-from elastic_trainer.views.findings import Findings
-from elastic_trainer.views.step_lines import StepLine, StepLines
+from elastic_trainer.views.lineage import Findings, StepLine, StepLines
 
 LENGTH_KEYS = ("epochs", "max_steps")
 """The keys that may change when a run is resumed: the finished steps do not depend on them."""

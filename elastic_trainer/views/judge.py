@@ -1,23 +1,100 @@
 """Judge the lines of an event log one after another: one lineage, each step once, no step lost.
 
-verify → here → findings, verdict
+verify (whose head has the rules) → here, lineage, due → Verdict
 
-verify.py has the rules. Each public method of Judge reads one kind of event, in the order of a
-run's life.
+Each public method of Judge reads one kind of event, in the order of a run's life.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from elastic_trainer.events.schema import UNREADABLE, flaw
 from elastic_trainer.events.sentences import count
 from elastic_trainer.views.due import Due
-from elastic_trainer.views.findings import Findings
-from elastic_trainer.views.lineage import Checkpoints, Event, Lineage
-from elastic_trainer.views.program_proofs import ProgramProofs
-from elastic_trainer.views.step_lines import StepLine, StepLines, is_about, is_same
-from elastic_trainer.views.verdict import Verdict
+from elastic_trainer.views.lineage import (
+    Checkpoints,
+    Event,
+    Findings,
+    Lineage,
+    ProgramProofs,
+    StepLine,
+    StepLines,
+    is_about,
+    is_same,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result of `verify`."""
+
+    finished: bool
+    steps: int
+    """In the kept history."""
+    steps_due: int | None
+    """In the whole run; None when no job was described."""
+    samples: int
+    """Counted by the kept steps."""
+    whole_epochs: int
+    """The epochs of which every sample counted exactly once, as is proved."""
+    attempts: int
+    generations: int
+    repeated_lines: int
+    steps_redone: int
+    """Steps in flight that the survivors did again."""
+    steps_rolled_back: int
+    """Committed steps that a start from a checkpoint dropped."""
+    finishes: tuple[tuple[int, int, str], ...]
+    """Steps, samples and SHA-256 of the weights, of each run.finished."""
+    violations: tuple[str, ...]
+    notes: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+    """The segments of the log that are missing or cannot be read. The violations may come from the
+    lines that they lack."""
+    unproved: tuple[str, ...] = ()
+    """What the event log neither proves nor contradicts."""
+
+    @property
+    def is_proved(self) -> bool:
+        return not (self.violations or self.left_out or self.unproved)
+
+    def sentences(self, *, most: int = 20) -> list[str]:
+        """Return what was proved, or what was violated, and the notes; at most `most` of each."""
+        if self.left_out:
+            found = _first(most, "not proved", (*self.left_out, *self.violations))
+        elif self.violations:
+            found = _first(most, "violated", self.violations)
+        else:
+            found = self._proofs()
+        return (found + _first(most, "not proved", self.unproved)
+                + _first(most, "note", self.notes))
+
+    def _proofs(self) -> list[str]:
+        due = "" if self.steps_due is None else f" of {self.steps_due}"
+        attempts = count(self.attempts, "attempt")
+        generations = count(self.generations, "generation")
+        epochs = (count(self.whole_epochs, "whole epoch") if self.whole_epochs
+                  else "no whole epoch yet")
+        label = "proved" if self.is_proved else "counted"
+        programs = ["proved: each worker, and each start from a checkpoint, had the run's dataset "
+                    "and program."] if self.is_proved else []
+        return [
+            f"{label}: {self.samples} samples in {self.steps}{due} steps, each counted exactly "
+            f"once.",
+            f"{label}: {epochs}; a whole one has every sample of the dataset once.",
+            f"{label}: one lineage through {attempts} and {generations}.",
+            *programs,
+            f"done again: {self.steps_redone} in flight, {self.steps_rolled_back} since a "
+            f"checkpoint.",
+        ]
+
+
+def _first(most: int, label: str, sentences: Sequence[str]) -> list[str]:
+    lines = [f"{label}: {sentence}" for sentence in sentences[:most]]
+    more = len(sentences) - most
+    return lines if more <= 0 else [*lines, f"{label}: and {more} more."]
 
 
 class Judge:

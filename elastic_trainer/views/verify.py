@@ -45,9 +45,8 @@ from pathlib import Path
 from elastic_trainer.events.schema import UNREADABLE, parse_named
 from elastic_trainer.events.segments import Reader, has_events
 from elastic_trainer.events.summary import RESULT_FILE
-from elastic_trainer.views.judge import Judge
+from elastic_trainer.views.judge import Judge, Verdict
 from elastic_trainer.views.lineage import Event
-from elastic_trainer.views.verdict import Verdict
 
 Line = tuple[int, Event | None]
 """A line's number in the log, from 1, and its event; None when it is torn."""
