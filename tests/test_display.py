@@ -22,8 +22,7 @@ from elastic_trainer.driver.driver import MendedDriver
 from elastic_trainer.driver.roster import End
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.summary import summarize
-from elastic_trainer.views.fleet_table import print_hosts
-from elastic_trainer.views.summary_table import print_summary
+from elastic_trainer.views.tables import print_hosts, print_summary
 from elastic_trainer.views.watch import Watch, plain_line
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
 

@@ -21,8 +21,8 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.views.ec2_prices import Ec2Prices
-from elastic_trainer.views.host_rows import cells, columns, host_rows
 from elastic_trainer.views.prices import costs
+from elastic_trainer.views.status import cells, columns, host_rows
 
 KIND, ZONE, OTHER = "p3.2xlarge", "eu-central-1a", "eu-central-1b"
 AT = datetime(2026, 11, 1, tzinfo=timezone.utc).timestamp()

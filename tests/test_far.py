@@ -29,9 +29,8 @@ from elastic_trainer.events.now import MOST_BYTES, NOW_FILE, NowReader
 from elastic_trainer.events.segments import Reader, compress, seal, segments
 from elastic_trainer.state import s3
 from elastic_trainer.state.s3 import S3Store
-from elastic_trainer.views import far, mirror
-from elastic_trainer.views.live import Live
-from elastic_trainer.views.overview import Overview
+from elastic_trainer.views import far
+from elastic_trainer.views.live import Live, Overview
 from elastic_trainer.views.watch import Watch, plain_line, view
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,9 +93,9 @@ def write(folder: Path, events: list[dict[str, object]]) -> None:
     (folder / "events.jsonl").write_text("".join(json.dumps(it) + "\n" for it in events))
 
 
-def copy_of(bucket: Bucket, folder: Path) -> mirror.Mirror:
+def copy_of(bucket: Bucket, folder: Path) -> far.Mirror:
     folder.mkdir(exist_ok=True)
-    return mirror.Mirror(S3Store(f"{bucket.url}/diary", is_reader=True), folder)
+    return far.Mirror(S3Store(f"{bucket.url}/diary", is_reader=True), folder)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -153,7 +152,7 @@ def test_an_object_is_fetched_once_and_of_the_newest_segment_what_is_new(
     bucket.put("events.jsonl", b"new\n" + b"".join(lines))
     assert requests() == [listed, ("events.jsonl", "")]
     bucket.put("events.jsonl", b"new\n" + b"".join(lines) * 2)
-    start = 4 + len(b"".join(lines)) - mirror.OVERLAP_BYTES
+    start = 4 + len(b"".join(lines)) - far.OVERLAP_BYTES
     assert requests() == [listed, ("events.jsonl", f"bytes={start}-")]
     assert list(Reader(copy.folder).lines()) == [*lines, b"new\n", *lines, *lines]
     bucket.put("events.jsonl", b"other\n" * 9000)
@@ -183,7 +182,7 @@ def test_a_hostile_bucket_makes_no_file_but_those_of_a_log(
         capsys: pytest.CaptureFixture[str]) -> None:
     """Segments that are damaged or too large are left out, said, and counted; other names are
     passed over."""
-    monkeypatch.setattr(mirror, "MOST_BYTES", 1 << 20)
+    monkeypatch.setattr(far, "MOST_BYTES", 1 << 20)
     first, last = log()[:4], log()[4:]
     bomb = gzip.compress(bytes(2 << 20))
     packed = gzip.compress(b"".join(json.dumps(it).encode() + b"\n" for it in first))

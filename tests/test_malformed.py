@@ -43,7 +43,7 @@ from elastic_trainer.events.summary import summarize, summarize_log, write_resul
 from elastic_trainer.schedule.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
 from elastic_trainer.views.page import page, read
 from elastic_trainer.views.status import status_of
-from elastic_trainer.views.summary_table import print_summary
+from elastic_trainer.views.tables import print_summary
 from elastic_trainer.views.verify import verify
 from elastic_trainer.views.watch import Watch, plain_line
 from elastic_trainer.wire.messages import MAX_BODY_BYTES, MessageRefused, MessageServer

@@ -23,9 +23,8 @@ from test_web import ask, impatient, served
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.now import NOW_FILE
 from elastic_trainer.events.summary import summarize
-from elastic_trainer.views.live import Live
+from elastic_trainer.views.live import Live, Overview, open_runs
 from elastic_trainer.views.metrics import METRICS, PREFIX
-from elastic_trainer.views.overview import Overview, open_runs
 from elastic_trainer.views.prices import Price, Prices, costs
 
 ROOT = Path(__file__).resolve().parent.parent

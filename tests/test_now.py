@@ -22,7 +22,7 @@ from elastic_trainer.events.now import (
     NowReader,
     now_in,
 )
-from elastic_trainer.views.host_rows import cells, columns, host_rows
+from elastic_trainer.views.status import cells, columns, host_rows
 from elastic_trainer.wire.heartbeat import At
 
 DAY_S = 1_800_000_000.0

@@ -20,7 +20,7 @@ from elastic_trainer.events.summary import summarize, write_result
 from elastic_trainer.training.account import is_finished
 from elastic_trainer.views.page import page, read
 from elastic_trainer.views.status import RECENT_EVENTS
-from elastic_trainer.views.summary_table import print_summary
+from elastic_trainer.views.tables import print_summary
 from elastic_trainer.views.watch import Watch, plain_line
 
 Event = dict[str, Any]

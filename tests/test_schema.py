@@ -23,7 +23,7 @@ from elastic_trainer.events.sentences import ENDINGS, filled
 from elastic_trainer.events.summary import summarize_log
 from elastic_trainer.renamed import present
 from elastic_trainer.views.events_page import page
-from elastic_trainer.views.summary_table import summary_rows
+from elastic_trainer.views.tables import summary_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = sorted({path for folder in ("elastic_trainer", "state", "discovery")

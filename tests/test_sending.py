@@ -21,7 +21,7 @@ from elastic_trainer.config import Launch
 from elastic_trainer.events.summary import summarize_log
 from elastic_trainer.reduce.flat import Flat
 from elastic_trainer.reduce.ring import RingReducer, Sending
-from elastic_trainer.views.summary_table import print_summary
+from elastic_trainer.views.tables import print_summary
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 SIZES = (700, 5, 3000, 1)

@@ -28,9 +28,8 @@ from elastic_trainer.events.mark import PHASES
 from elastic_trainer.events.now import NOW_FILE, Now, NowReader, WorkerNow
 from elastic_trainer.events.run import Run
 from elastic_trainer.events.summary import summarize
-from elastic_trainer.views.host_rows import bounded, host_rows
 from elastic_trainer.views.prices import Prices
-from elastic_trainer.views.status import Status
+from elastic_trainer.views.status import Status, bounded, host_rows
 from elastic_trainer.views.watch import Watch, view, watch
 
 DEADLINE_S = 60.0

@@ -23,7 +23,7 @@ from elastic_trainer.events.trace import LOOP, OLD, Trace, remove_oldest
 from elastic_trainer.reduce.flat import Flat
 from elastic_trainer.reduce.reducer import TracedWorld
 from elastic_trainer.reduce.ring import RingReducer
-from elastic_trainer.views.phases import PHASES, events_of, files_of, join, rows_of
+from elastic_trainer.views.run_trace import PHASES, events_of, files_of, join, rows_of
 
 Event = dict[str, Any]
 

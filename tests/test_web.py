@@ -33,8 +33,7 @@ from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.views import live as live_module
-from elastic_trainer.views.live import Live
-from elastic_trainer.views.overview import Overview, open_runs
+from elastic_trainer.views.live import Live, Overview, open_runs
 from elastic_trainer.views.prices import Price, Prices, costs
 from elastic_trainer.views.web import MOST_READERS, Server, address_of, is_own_name
 

@@ -18,7 +18,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="elastic-trainer hosts", description="Show the fleet's table.")
     parser.add_argument("hosts_file", type=Path, help="the poller's --hosts-file")
     hosts_file: Path = parser.parse_args(argv).hosts_file
-    from elastic_trainer.views.fleet_table import print_hosts
+    from elastic_trainer.views.tables import print_hosts
 
     table = hosts_file.with_name(hosts_file.name + ".json")
     try:

@@ -79,8 +79,7 @@ def report(run_dirs: list[Path], options: argparse.Namespace) -> None:
 def show_results(run_dirs: list[Path], options: argparse.Namespace, prices: Pricing | None) -> None:
     """Print the summaries of runs for a program, in Markdown, or side by side."""
     from elastic_trainer.events.summary import json_of, summarize_log
-    from elastic_trainer.views.summary_table import side_by_side
-    from elastic_trainer.views.tables import markdown, print_table
+    from elastic_trainer.views.tables import markdown, print_table, side_by_side
 
     results = [_with_costs(summarize_log(folder), prices) for folder in run_dirs]
     if options.json:
@@ -108,7 +107,7 @@ def show_report(run_dir: Path, options: argparse.Namespace, prices: Pricing | No
     """Print the summary of a run, unless another form is asked for, and write its files."""
     from elastic_trainer.events.summary import read_run
     from elastic_trainer.views.run_trace import told_for_marks, write_trace
-    from elastic_trainer.views.summary_table import print_summary
+    from elastic_trainer.views.tables import print_summary
 
     is_shown = not (options.html or options.json or options.markdown)
     if not (is_shown or options.svg or options.timeline or options.trace):
@@ -127,17 +126,17 @@ def show_report(run_dir: Path, options: argparse.Namespace, prices: Pricing | No
 
 def show_phases(run_dir: Path, joined: Path | None, *, is_shown: bool) -> None:
     """Print what a step consists of, if the run has timelines. Raises ConfigError."""
-    from elastic_trainer.views import phases
+    from elastic_trainer.views import run_trace
 
-    files = phases.files_of(run_dir)
-    if is_shown and (rows := phases.rows_of(phases.events_of(files))):
-        phases.print_phases(rows)
+    files = run_trace.files_of(run_dir)
+    if is_shown and (rows := run_trace.rows_of(run_trace.events_of(files))):
+        run_trace.print_phases(rows)
     if joined is None:
         return
     if not files:
         raise ConfigError(f"{run_dir} has no timeline. Start the run with --timeline.")
     with _writes("--timeline", joined):
-        phases.join(files, joined)
+        run_trace.join(files, joined)
 
 
 def write_svg(file: Path, run: Run, result: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def _train(wanted: Run, horovodrun_options: list[str]) -> int:
     from elastic_trainer.driver.standby_pool import local_standbys
     from elastic_trainer.driver.supervisor import LOCK_FILE, supervise
     from elastic_trainer.events.summary import summarize_log
-    from elastic_trainer.views.summary_table import print_summary
+    from elastic_trainer.views.tables import print_summary
     from elastic_trainer.views.watch import Watch
 
     run_dir, is_demo = wanted.run_dir, wanted.is_demo

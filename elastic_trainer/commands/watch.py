@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             watch(folders[0], prices=prices, far=far[0] if far else None)
             return 0
         try:
-            from elastic_trainer.views.overview import open_runs
+            from elastic_trainer.views.live import open_runs
             from elastic_trainer.views.web import DEFAULT_BIND, serve
         except ImportError as error:
             raise ConfigError(f"--web needs aiohttp and prometheus_client ({error}). Install them: "

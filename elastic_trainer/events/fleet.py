@@ -1,6 +1,6 @@
 """The hosts and workers of a run: who is there now, and what each was since when.
 
-run (which reads the event log) → here → status, host_rows, traces
+run (which reads the event log) → here → status, traces
 """
 
 from __future__ import annotations

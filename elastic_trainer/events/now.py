@@ -1,6 +1,6 @@
 """What the driver last knew of each worker: the reader of now.json.
 
-launch/now → now.json (→ bucket → mirror) → here → host_rows → watch, the page
+driver/progress → now.json (→ bucket → Mirror) → here → status → watch, the page
 
 What always holds:
 1. A file that is malformed, too large or no regular file is read as no file. It has no text that

@@ -2,7 +2,7 @@
 
     elastic-trainer report runs/NAME
 
-Where it stands: event log → run → here → result.json; summary_table prints it.
+Where it stands: event log → run → here → result.json; views/tables prints it.
 
 What always holds:
 1. The books close: booting + training + pausing + restarting + stopped = wall_s, to the rounding.

@@ -29,7 +29,7 @@ from elastic_trainer.events.log import read_events
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import private
 from elastic_trainer.measure.cases import Case
-from elastic_trainer.views import phases
+from elastic_trainer.views import run_trace
 
 WARM_UP_STEPS = 5
 """The steps at the start that do not count."""
@@ -79,7 +79,7 @@ def ours(command: Sequence[str], case: Case, steps: int, numbers: Mapping[str, i
                 f"reduce out of the script, or use --arms with the script's reducer.")
     ends = [e["time"] for e in events
             if e["event"] == "worker.step_committed" and e["step"] >= WARM_UP_STEPS - 1]
-    spans = phases.rows_of(phases.events_of(phases.files_of(folder / name)))
+    spans = run_trace.rows_of(run_trace.events_of(run_trace.files_of(folder / name)))
     return Ran([end - before for before, end in pairwise(ends)],
                int(facts["global_batch"]) // case.scale, int(facts["microbatches"]) // case.scale,
                {row.phase: row.step_ms for row in spans})

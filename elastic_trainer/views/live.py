@@ -1,6 +1,6 @@
-"""A run's story as it goes on: the sections of its page, drawn again when something has happened.
+"""Runs as they go on: the sections of a run's page, a row for each of several runs, their metrics.
 
-event log, now.json → run, status → here → web, overview
+event log, now.json → run, status → Live (each run), Overview (all) → web
 
 What always holds:
 1. It only reads, and only when somebody looks: without a reader it costs nothing.
@@ -9,9 +9,10 @@ What always holds:
    1/COSTS_REST of the time. Texts and tables follow each event, whatever the number of hosts that
    have gone.
 4. The figures are those of the report of the events so far: they end at the last event. Events
-   behind run.finished are on no account.
+   after run.finished are on no account.
 5. A counter never falls, until the log is replaced. The time since the last step of a world is on
    no counter: the next event says what it was.
+6. Each run has a name of its own: in the page's addresses, and as the label `run` of its metrics.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.now import Now, NowReader
@@ -30,10 +33,10 @@ from elastic_trainer.events.run import Run
 from elastic_trainer.events.segments import Reader, first_line
 from elastic_trainer.events.summary import figures_of, hosts_of
 from elastic_trainer.views import page
-from elastic_trainer.views.host_rows import host_rows
-from elastic_trainer.views.metrics import METRICS, Sample, samples
+from elastic_trainer.views.metrics import METRICS, Sample, samples, text_of
 from elastic_trainer.views.prices import Pricing, costs
-from elastic_trainer.views.status import Status, status_of
+from elastic_trainer.views.status import Status, host_rows, status_of
+from elastic_trainer.views.tables import Table
 
 REST = 50
 """A chart that took a second is drawn again after 50 s."""
@@ -209,3 +212,62 @@ class Live:
                 self._sections.show(name, section(run))
             self._drawing_s, self._drawn_at = time.thread_time() - started, time.monotonic()
             self._are_charts_old = False
+
+
+HEADS = ("run", "state", "steps", "loss", "samples/s", "workers", "goodput")
+
+
+class Overview:
+    """All runs. Threads share it."""
+
+    sections = ("runs",)
+
+    def __init__(self, runs: Sequence[Live]):
+        self.runs = {live.name: live for live in runs}
+        self.title = f"{len(runs)} runs"
+        self._lock = threading.Lock()
+        self._sections = Sections()
+
+    def newer(self, than: int) -> dict[str, Any]:
+        """Return the table of the runs, if it is newer than a version, and the version."""
+        known = {name: live.known() for name, live in self.runs.items()}
+        with self._lock:
+            self._sections.show("runs", table(known))
+            return self._sections.newer(than)
+
+    def metrics(self) -> str:
+        """Return the metrics of all runs in Prometheus's text format."""
+        found = {name: live.samples() for name, live in self.runs.items()}
+        named = Counter(live.status.run for live in self.runs.values())
+        labels = {name: live.status.run if named[live.status.run] == 1 else name
+                  for name, live in self.runs.items()}
+        return text_of({labels[name]: of_run for name, of_run in found.items()})
+
+
+def open_runs(run_dirs: Sequence[Path], prices: Pricing | None = None,
+              copies: Collection[Path] = ()) -> list[Live]:
+    """Return the runs of these folders. `copies`: those of them that are of mirrors. Raises
+    ConfigError if two have one name."""
+    runs = [Live(run_dir, prices, is_copy=run_dir in copies) for run_dir in run_dirs]
+    for name, number in Counter(live.name for live in runs).items():
+        if number > 1:
+            raise ConfigError(f"{number} of the folders are named {name}, which is the name of a "
+                              f"run on the page. Watch them one by one, each with its own --bind.")
+    return runs
+
+
+def table(known: Mapping[str, tuple[Status, Mapping[str, Any]]]) -> str:
+    """Return a row for each run, by its name, with a link to its page."""
+    rows, links = list[list[str]](), list[str]()
+    currencies = [result["costs"]["currency"] for _, result in known.values() if "costs" in result]
+    for name, (status, result) in known.items():
+        speed, due = status.samples_per_s, status.steps_due
+        costs = result.get("costs")
+        rows.append([
+            name, status.phase, f"{status.steps}/{'?' if due is None else due}",
+            "-" if status.loss is None else f"{status.loss:.4g}",
+            "-" if speed is None else f"{speed:.1f}", f"{status.size}", f"{result['goodput']:.1%}",
+            *([f"{costs['cost']:.4g}" if costs else "-"] if currencies else [])])
+        links.append(f"run/{quote(name, safe='')}/")
+    return page.section("", Table([*HEADS, *(f"cost ({it})" for it in currencies[:1])], rows,
+                                  links=links))

@@ -21,9 +21,8 @@ from prometheus_client.registry import Collector
 
 from elastic_trainer.events.event_kind import Phase
 from elastic_trainer.events.sentences import ENDINGS
-from elastic_trainer.views.host_rows import STATES, HostRow
 from elastic_trainer.views.prices import Pricing
-from elastic_trainer.views.status import Status
+from elastic_trainer.views.status import STATES, HostRow, Status
 
 PREFIX = "elastic_trainer_"
 METRICS = {

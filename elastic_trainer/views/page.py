@@ -33,10 +33,8 @@ from elastic_trainer.events.summary import host_names, read_run
 from elastic_trainer.events.told import Telling
 from elastic_trainer.views import charts, run_picture
 from elastic_trainer.views.drawing import Chart, duration, template
-from elastic_trainer.views.host_rows import age, bounded, caption, cells, columns, host_rows
-from elastic_trainer.views.status import Status
-from elastic_trainer.views.summary_table import side_by_side
-from elastic_trainer.views.tables import Table
+from elastic_trainer.views.status import Status, age, bounded, caption, cells, columns, host_rows
+from elastic_trainer.views.tables import Table, side_by_side
 
 if TYPE_CHECKING:
     from elastic_trainer.views.prices import Pricing  # with pydantic: 0.2 s

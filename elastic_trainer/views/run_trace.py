@@ -1,6 +1,7 @@
-"""The whole run in the JSON of trace events: what `elastic-trainer report --trace FILE` writes.
+"""The whole run in the JSON of trace events (`elastic-trainer report --trace FILE`), and the table
+of what a step consists of.
 
-run (the fold of the event log), timelines of the workers → here → Perfetto, chrome://tracing
+run (the fold of the event log), the workers' timelines → here → Perfetto, chrome://tracing, report
 
     run            its books with the parts of each pause, attempts, generations, steps,
                    checkpoints, marks, and counters: workers, samples/s, loss
@@ -14,6 +15,8 @@ What always holds:
    the same steps on all workers. Beyond MAX_MARKS, further marks are left out and counted.
 3. A worker has one slice for all generations in a row of which it is a member.
 4. Times are exact to the nanosecond: they count from `start`, which `otherData` has.
+5. A line of a timeline that is no whole event is left out: a worker was killed, or its disk was
+   full. Steps that broke count in no row of the table.
 
 What it does not do: correct clocks. Times are those of the events and spans.
 
@@ -26,6 +29,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -33,9 +37,98 @@ from elastic_trainer.events.event_kind import PAUSE_PARTS
 from elastic_trainer.events.fleet import Lane
 from elastic_trainer.events.run import Run
 from elastic_trainer.events.told import Telling, Told
-from elastic_trainer.events.trace import LOOP
+from elastic_trainer.events.trace import FOLDER, LOOP
 from elastic_trainer.host.modes import private
-from elastic_trainer.views import phases
+from elastic_trainer.views.tables import Table, print_table
+
+PHASES = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "checkpoint")
+"""The parts of a step, in the order of the loop."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One phase: its mean time in a step over all workers, and the worker with the longest."""
+
+    phase: str
+    step_ms: float
+    share: float
+    """Of the step."""
+    slowest: str
+    slowest_ms: float
+
+
+def events_of(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """Yield the events of timelines, file after file. Disk: one line at a time."""
+    for file in files:
+        with open(file, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    event = json.loads(line.strip().removesuffix(","))
+                except (ValueError, RecursionError):
+                    continue  # a bracket, or a torn line
+                if isinstance(event, dict) and "ph" in event:
+                    yield event
+
+
+def files_of(run_dir: Path) -> list[Path]:
+    """Return the timelines of a run, in the order of their names."""
+    return sorted((run_dir / FOLDER).glob("*.json"))
+
+
+def rows_of(events: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return the table of the phases: that of the whole step is last. Empty without a whole step.
+
+    The spans of a step are before it in the file, so those of a broken one are known in time.
+    """
+    spent: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    in_step: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    names: dict[int, str] = {}
+    steps: dict[int, int] = defaultdict(int)
+    for event in events:
+        worker, args = int(event.get("pid", 0)), event.get("args") or {}
+        if event["ph"] == "M" and event.get("name") == "process_name":
+            names[worker] = str(args.get("name")).partition(": ")[2]
+            in_step[worker].clear()
+        if event["ph"] != "X":
+            continue
+        name, milliseconds = str(event["name"]), float(event["dur"]) / 1000
+        in_step[worker][name] += milliseconds
+        if name == "step":
+            found = in_step.pop(worker)
+            if not args.get("broken"):
+                steps[worker] += args.get("phase") == 0
+                for phase in (*PHASES, "step"):
+                    spent[phase][worker] += found.get(phase, 0.0)
+    counted = [worker for worker, count in steps.items() if count]
+    return [_row(phase, {worker: spent[phase][worker] / steps[worker] for worker in counted},
+                 {worker: spent["step"][worker] / steps[worker] for worker in counted}, names)
+            for phase in (*PHASES, "step") if counted]
+
+
+def _row(phase: str, by_worker: Mapping[int, float], whole: Mapping[int, float],
+         names: Mapping[int, str]) -> Row:
+    slowest = max(by_worker, key=lambda worker: by_worker[worker])
+    return Row(phase, sum(by_worker.values()) / len(by_worker),
+               sum(by_worker.values()) / (sum(whole.values()) or 1.0),
+               names.get(slowest, ""), by_worker[slowest])
+
+
+def print_phases(rows: Iterable[Row]) -> None:
+    """Print the table for a person."""
+    print_table(Table(["phase", "ms", "share", "most ms", "on worker"], [
+        [row.phase, f"{row.step_ms:.2f}", f"{row.share:.1%}", f"{row.slowest_ms:.2f}", row.slowest]
+        for row in rows], title="a step"), numbers=("ms", "share", "most ms"))
+
+
+def join(files: Iterable[Path], target: Path) -> None:
+    """Write the events of all timelines into one file, which a viewer opens. Raises OSError."""
+    with open(target, "w", encoding="utf-8", opener=private) as joined:
+        mark = "[\n"
+        for event in events_of(files):
+            joined.write(mark + json.dumps(event))
+            mark = ",\n"
+        joined.write("\n]\n" if mark != "[\n" else "[]\n")
+
 
 MAX_STEPS = 50_000
 MAX_MARKS = 100_000
@@ -110,7 +203,7 @@ class TraceFile:
     def row(self, name: str, slices: Iterable[Slice] = (), *, nests: bool = True) -> int:
         """Add a row of slices, or as many as it takes; return the number of the last one.
         `nests`: they nest already."""
-        for lane in [list(slices)] if nests else laned(slices):
+        for lane in [slices] if nests else laned(slices):
             self._rows += 1
             self._named("thread", name, self._rows, self._rows)
             for one in lane:
@@ -152,9 +245,9 @@ def write_trace(run: Run, run_dir: Path, target: Path) -> str:
 
     `run` was read with `told_for_marks`.
     """
-    files = phases.files_of(run_dir)
+    files = files_of(run_dir)
     every = max(1, -(-sum(file.stat().st_size for file in files) // MAX_SPAN_BYTES))
-    spans = spans_of(phases.events_of(files), every)
+    spans = spans_of(events_of(files), every)
     start = min([run.now if math.isinf(run.first) else run.first,
                  *(one.start / 1e9 for rows in spans.values() for one in rows[:1])])
     with open(target, "w", encoding="utf-8", opener=private) as file:
@@ -192,16 +285,15 @@ def _write_run(trace: TraceFile, run: Run) -> int:
             "step": it.step, "bytes": it.bytes, "uploaded_bytes": it.uploaded_bytes,
             "pause_s": it.pause_s}) for it in run.checkpoints), nests=False)
     at_most = -(-len(run.steps) // MAX_STEPS)
-    steps = list(steps_of(run, at_most))
-    trace.row("steps", steps)
+    trace.row("steps", steps_of(run, at_most))
     marks = trace.row("marks")
     for told in run.told.first:
         if told.host not in run.fleet.hosts and told.event not in _SHOWN:
             trace.mark(marks, told)
     for time, size in run.sizes:
         trace.count("workers", nanoseconds(time), size)
-    for name in (f"{run.steps.unit}/s", *(["loss"] if run.steps.counts_samples else [])):
-        for one in steps:
+    for one in steps_of(run, at_most):  # made again: a list of them all takes 30 MB
+        for name in (f"{run.steps.unit}/s", "loss"):
             if isinstance(value := one.facts[name], float) and math.isfinite(value):
                 trace.count(name, one.end, value)
     return at_most

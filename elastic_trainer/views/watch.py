@@ -2,8 +2,7 @@
 
     elastic-trainer watch runs/NAME
 
-Where it stands: event log → Reader → status, host_rows → here: a panel, or lines if there is no
-terminal.
+Where it stands: event log → Reader → status → here: a panel, or lines if there is no terminal.
 
 What always holds:
 1. It only reads, so it can be started, stopped and killed at any time, during the run or later.
@@ -35,18 +34,21 @@ from elastic_trainer.events.run import Run
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.events.sigterm import ended_by_sigterm
 from elastic_trainer.events.told import Told
-from elastic_trainer.views.host_rows import (
+from elastic_trainer.views.prices import Pricing
+from elastic_trainer.views.status import (
     PHASE,
+    RECENT_EVENTS,
     HostRow,
+    Status,
     age,
     bounded,
     caption,
     cells,
     columns,
     host_rows,
+    line_of,
+    status_of,
 )
-from elastic_trainer.views.prices import Pricing
-from elastic_trainer.views.status import RECENT_EVENTS, Status, line_of, status_of
 from elastic_trainer.views.tables import grid
 from elastic_trainer.wire.plain import plain
 

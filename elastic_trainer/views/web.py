@@ -39,8 +39,7 @@ from collections.abc import Mapping, Sequence
 from aiohttp import web
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.views.live import Live
-from elastic_trainer.views.overview import Overview
+from elastic_trainer.views.live import Live, Overview
 from elastic_trainer.views.page import followed
 from elastic_trainer.wire.plain import plain
 
