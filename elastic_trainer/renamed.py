@@ -11,8 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 FIELDS = {"shards": "microbatches", "shard": "microbatch", "shard_s": "microbatch_s",
-          "min_shard_samples": "min_microbatch_samples"}
+          "min_shard_samples": "min_microbatch_samples",
+          "odd_worker": "outlier", "odd_rank": "outlier_rank"}
 """Fields of events, facts of a job and options: the old name → the present one."""
+PHASES = {"behind": "after"}
+"""Phases of a step, in a timeline."""
 
 
 def present(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -906,7 +906,7 @@ def test_the_driver_refuses_a_worker_that_uses_its_neighbours_name(
     before = repr(vars(neighbour))
     address = f"127.0.0.1:{driver.server.address[1]}"
     word = {"count": 1, "phase": "standby", "generation": 0, "error": "it was me"}
-    line = {"courier": "x", "number": 1, "line": "{}"}
+    line = {"shipper": "x", "number": 1, "line": "{}"}
     for said in (word, line, word | {"phase": "reviving"}, word | {"machine": {}}):
         for who, words in ((other, said), (one, said | {"worker": other})):
             with pytest.raises(DriverUnreachable, match="403"):

@@ -31,9 +31,9 @@ from elastic_trainer.events.log_shipper import (
     BURST_S,
     BYTES_PER_S,
     LINES_PER_S,
-    Courier,
-    Desk,
+    LineHandler,
     LineRefused,
+    LogShipper,
     TooEarly,
 )
 from elastic_trainer.events.run import Run
@@ -316,8 +316,9 @@ MESSAGE = {
 }
 
 
-def carried(desk: Desk, number: int, line: str, courier: str = "x", worker: str = "a/0/1") -> None:
-    desk.take({"worker": worker, "courier": courier, "number": number, "line": line})
+def carried(handler: LineHandler, number: int, line: str, shipper: str = "x",
+            worker: str = "a/0/1") -> None:
+    handler.take({"worker": worker, "shipper": shipper, "number": number, "line": line})
 
 
 @pytest.mark.parametrize("line", [
@@ -328,12 +329,12 @@ def carried(desk: Desk, number: int, line: str, courier: str = "x", worker: str 
 def test_the_driver_writes_no_malformed_event(line: str) -> None:
     """It is refused with a sentence that says nothing of the value."""
     lines: list[str] = []
-    desk = Desk(lines.append, attempt=1)
+    handler = LineHandler(lines.append, attempt=1)
     with pytest.raises(LineRefused) as refused:
-        carried(desk, 1, line)
+        carried(handler, 1, line)
     assert not lines and len(str(refused.value)) < 120 and "9999" not in str(refused.value)
-    assert desk.refused["a/0/1"] == 1
-    carried(desk, 2, json.dumps(COMMITTED))
+    assert handler.refused["a/0/1"] == 1
+    carried(handler, 2, json.dumps(COMMITTED))
     assert lines == [json.dumps(COMMITTED)]
 
 
@@ -341,7 +342,7 @@ def test_a_worker_cannot_fill_the_disk_of_the_driver() -> None:
     """So many lines and bytes a second, with a burst; the others are refused, and other workers are
     heard."""
     lines, now = list[str](), [0.0]
-    desk = Desk(lines.append, 1, clock=lambda: now[0])
+    handler = LineHandler(lines.append, 1, clock=lambda: now[0])
 
     def flood(line: str, seconds: int) -> int:
         before = len(lines)
@@ -349,7 +350,7 @@ def test_a_worker_cannot_fill_the_disk_of_the_driver() -> None:
             now[0] += 0.1
             for _ in range(200):
                 try:
-                    carried(desk, len(lines) + 1, line)
+                    carried(handler, len(lines) + 1, line)
                 except TooEarly:
                     break
         return len(lines) - before
@@ -359,21 +360,21 @@ def test_a_worker_cannot_fill_the_disk_of_the_driver() -> None:
     now[0] += 1000.0
     assert flood(json.dumps(COMMITTED | {"x": "y" * 100_000}),
                  60) * 100_000 <= (60 + BURST_S) * BYTES_PER_S + 100_500
-    carried(desk, 1, line.replace("a/0/1", "b/0/1"), worker="b/0/1")
+    carried(handler, 1, line.replace("a/0/1", "b/0/1"), worker="b/0/1")
     assert "b/0/1" in lines[-1]
 
 
-def test_the_driver_remembers_few_couriers_of_a_worker() -> None:
+def test_the_driver_remembers_few_shippers_of_a_worker() -> None:
     """One that names a new one with each line costs no memory, and the newest is still heard
     once."""
     lines: list[str] = []
-    desk = Desk(lines.append, 1)
+    handler = LineHandler(lines.append, 1)
     for number in range(1000):
         for _ in range(2):
-            carried(desk, 1, json.dumps(COMMITTED), courier=f"c{number}")
-    assert len(lines) == 1000 and len(desk._writers["a/0/1"].written) <= 16
-    desk.forget("a/0/1")
-    assert not desk._writers
+            carried(handler, 1, json.dumps(COMMITTED), shipper=f"c{number}")
+    assert len(lines) == 1000 and len(handler._writers["a/0/1"].written) <= 16
+    handler.forget("a/0/1")
+    assert not handler._writers
 
 
 def test_a_valid_message_is_accepted() -> None:
@@ -385,7 +386,7 @@ def test_a_valid_message_is_accepted() -> None:
         MESSAGE
         | {"machine": {"step": -1, "microbatch": -1, "kind": "EIO", "text": "…"},
            "error": ""}) == ""
-    assert flaw_of_message({"worker": "a/0/1", "courier": "x", "number": 1, "line": "{}"}) == ""
+    assert flaw_of_message({"worker": "a/0/1", "shipper": "x", "number": 1, "line": "{}"}) == ""
 
 
 @pytest.mark.parametrize(
@@ -423,7 +424,7 @@ def test_a_malformed_message_changes_nothing_at_the_driver(field: str, value: An
 
 def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
         capsys: pytest.CaptureFixture[str]) -> None:
-    """The driver says why, the courier says it on stderr and goes on; a line that is too early is
+    """The driver says why, the shipper says it on stderr and goes on; a line that is too early is
     sent again."""
     numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     lines, logged = list[str](), list[tuple[str, Event]]()
@@ -431,7 +432,7 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
     events.listeners.append(lambda event, facts: logged.append((event, facts)))
     driver = MendedDriver(numbers, {}, [], events)
     driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0)
-    driver.messages.lines, early = Desk(lines.append, attempt=1), [True, False, False]
+    driver.messages.lines, early = LineHandler(lines.append, attempt=1), [True, False, False]
     take = driver.messages.lines.take
 
     def too_early_at_first(words: Event) -> None:
@@ -442,14 +443,14 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
     driver.messages.lines.take = too_early_at_first  # type: ignore[method-assign]
     server = MessageServer("127.0.0.1", KEY, driver.messages.take, lambda *_: None)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    courier = Courier(
+    shipper = LogShipper(
         Launch(driver=f"127.0.0.1:{server.address[1]}",
                key=worker_key(KEY, "a/0/1"),
                worker="a/0/1",
                limits=Limits(driver_lost_s=60.0)))
-    courier.take(json.dumps(COMMITTED | {"step": "one"}))
-    courier.take(json.dumps(COMMITTED))
-    assert courier.flush()
+    shipper.take(json.dumps(COMMITTED | {"step": "one"}))
+    shipper.take(json.dumps(COMMITTED))
+    assert shipper.flush()
     server.shutdown()
     assert lines == [json.dumps(COMMITTED)] and driver.messages.lines.forget("a/0/1") == 1
     assert "the driver refused a line of the event log" in capsys.readouterr().err
@@ -529,7 +530,7 @@ def test_a_line_of_an_event_fits_into_a_message_to_the_driver() -> None:
     """Each quote and backslash of it is escaped once more on its way."""
     line = json.dumps(COMMITTED | {"x": "\\" * (MAX_LINE_BYTES // 2 - 400)})
     assert MAX_LINE_BYTES - 1000 < len(line) <= MAX_LINE_BYTES
-    words = {"worker": "h" * MAX_NAME, "courier": "0" * 16, "number": 2**63, "line": line}
+    words = {"worker": "h" * MAX_NAME, "shipper": "0" * 16, "number": 2**63, "line": line}
     assert len(json.dumps(words)) < MAX_BODY_BYTES
 
 

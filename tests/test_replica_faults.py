@@ -29,7 +29,7 @@ def host(rank: int) -> str:
         ("flip_moment", 0, "0.weight/exp_avg", "step.prepared",
          13, ("--iterator",)),  # the checksums of step 12 are taken already
     ])
-def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(
+def test_the_worker_that_differs_leaves_and_comes_back_when_one_bit_is_flipped(
         tmp_path: Path, twin_of: Twin, do: str, rank: int, tensor: str, point: str, found: int,
         style: tuple[str, ...]) -> None:
     """Of a weight, or of the optimizer's state: it is in no other worker's step, the host is named,
@@ -45,12 +45,12 @@ def test_the_odd_worker_leaves_and_comes_back_when_one_bit_is_flipped(
         [out] = cluster.events("driver.host_kept_out")
         [gone] = cluster.lost()
         [evicted] = cluster.events("driver.worker_evicted")
-    assert (differs["host"], differs["odd_rank"], differs["step"]) == (host(rank), rank, found)
+    assert (differs["host"], differs["outlier_rank"], differs["step"]) == (host(rank), rank, found)
     assert differs["tensors"] == [
         tensor
     ] and differs["since_step"] == found - 1 and differs["majority"] == 3
-    assert (evicted["worker"], evicted["reason"]) == (differs["odd_worker"], "differed")
-    assert gone["reason"] == "differed" and gone["worker"] == differs["odd_worker"]
+    assert (evicted["worker"], evicted["reason"]) == (differs["outlier"], "differed")
+    assert gone["reason"] == "differed" and gone["worker"] == differs["outlier"]
     assert (out["host"], out["differences"]) == (host(rank), 1)
 
 

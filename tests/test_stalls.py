@@ -154,9 +154,9 @@ def test_who_works_by_itself_around_a_collective_is_waited_for(members: list[Mem
     ([member("forward", usual_s=3.0), *[member("reduce", usual_s=0.0)] * 3], 15.0),
     ([member("forward", usual_s=0.0), member("reduce", usual_s=0.0)], ALL_LATE_S),
     ([member("forming"), member("reduce")], 300.0),
-    ([member("behind"), member("reduce")], 300.0),
+    ([member("after"), member("reduce")], 300.0),
     ([member("upload"), member("vote")], 300.0),
-    ([member("behind"), member("behind")], None),
+    ([member("after"), member("after")], None),
     ([member("evaluate"), member("upload")], None),
     ([member("evaluate"), member("gather")], 300.0),
     ([member("forward")], ALL_LATE_S),
@@ -320,7 +320,7 @@ def test_who_is_replaced_before_its_step_has_a_verdict_is_asked_for_its_stacks()
     for tick in range(240):
         now, age_s = 100.0 + tick / 4, tick / 4
         at = replace(WAITS, for_s=age_s, waits_s=age_s + 0.001)
-        scene.hear(now, at, replace(at, phase="behind", waits_s=0.0), at)
+        scene.hear(now, at, replace(at, phase="after", waits_s=0.0), at)
         stops += ends.evict(roster, scene.membership.limits, now, is_finished=False)
         for stop in stops:
             assert isinstance(stop, Stop)

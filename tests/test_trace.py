@@ -79,7 +79,7 @@ def test_each_step_has_all_of_its_spans_inside(tmp_path: Path) -> None:
     for number, step in steps.items():
         assert {name: counts[number, name] for name in PHASES[:-1]} == {
             "load": 4, "forward": 4, "backward": 4, "reduce": 1, "vote": 1, "apply": 1,
-            "behind": 1}
+            "after": 1}
         for span in spans:
             if span["args"].get("step") == number:
                 assert step["ts"] <= span["ts"]

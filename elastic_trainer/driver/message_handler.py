@@ -24,8 +24,7 @@ from typing import Any
 from elastic_trainer.driver.membership import Membership
 from elastic_trainer.driver.roster import Phase, Worker, loud
 from elastic_trainer.events.log import Events
-from elastic_trainer.events.log_shipper import Desk as LineHandler
-from elastic_trainer.events.log_shipper import LineRefused, TooEarly
+from elastic_trainer.events.log_shipper import LineHandler, LineRefused, TooEarly
 from elastic_trainer.events.schema import flaw_of_message
 from elastic_trainer.wire.heartbeat import Heartbeat, News, RankAssignment, load_forms
 from elastic_trainer.wire.messages import CONNECTIONS_EACH, MessageRefused

@@ -48,7 +48,7 @@ ANSWER_S = 1.0
 SILENT_S = 1.5
 """The silence, beyond the time between two heartbeats, during which a worker may have gone on."""
 LOOK_S = 0.25
-LONG = ("behind", "evaluate", "upload", FORMING)
+LONG = ("after", "evaluate", "upload", FORMING)
 MAX_CHARACTERS = 40_000
 """Of all stacks in one event."""
 _ORDER = {phase: number for number, phase in enumerate(PHASES)}

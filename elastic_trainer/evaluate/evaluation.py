@@ -230,7 +230,7 @@ class Evaluations:
             given = {"found": request.found.to_values(), "error": request.error}
         self._mark.enter("gather")
         self._take(gathered(world, given), wanting)
-        self._mark.enter("behind")
+        self._mark.enter("after")
         if world.rank in wanting and request:
             self.request = None
             means = request.means(self._results[-1])

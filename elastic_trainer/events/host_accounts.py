@@ -144,7 +144,7 @@ class HostAccounts:
         self._advance(run, until)
 
     def book_step(self, step_s: float, checkpoint_s: float, until: float) -> None:
-        """Book a finished step, and before it the time behind the last one."""
+        """Book a finished step, and before it the time after the last one."""
         gap_s = until - step_s - self.until
         if not self._waiting and 0.0 <= gap_s < SHORT_S and not checkpoint_s:  # nearly all steps
             if self.until < self._steps_from:

@@ -25,7 +25,7 @@ class Account(str, Enum):
     TRANSFER = "transfer"
     """Newcomers receive the state."""
     CHECKPOINT = "checkpoint pause"
-    """The snapshot at the end of a step. The upload is behind the training."""
+    """The snapshot at the end of a step. The upload runs beside the training."""
     IDLE = "idle"
     """Between steps (evaluations, the user's own code), and a worker without a micro-batch."""
     STANDBY = "standby"

@@ -1,6 +1,7 @@
 """The event log of a run: every fact as one JSON object a line in `runs/<name>/events.jsonl`.
 
-worker (by courier, if its host does not share the folder), driver, supervisor → here → readers
+driver, supervisor, worker (by log_shipper, if its host does not share the folder) → here →
+readers
 
 What always holds:
 1. A line is one `write` to a file opened for append, so lines of several processes never mix, and
@@ -32,7 +33,7 @@ from typing import Any
 
 from elastic_trainer.events.event_kind import Level
 from elastic_trainer.events.event_table import KINDS
-from elastic_trainer.events.log_shipper import Courier
+from elastic_trainer.events.log_shipper import LogShipper
 from elastic_trainer.events.schema import MAX_LINE_BYTES, parse
 from elastic_trainer.events.segments import (
     EVENTS_FILE,
@@ -60,9 +61,9 @@ _LEVELS = {name: {"level": kind.level.value} for name, kind in KINDS.items()
 class Events:
     """An append-only log of facts; facts bound once (`run`, `attempt`, …) go on every line."""
 
-    def __init__(self, run_dir: Path | None, *, courier: Courier | None = None,
+    def __init__(self, run_dir: Path | None, *, shipper: LogShipper | None = None,
                  segment_bytes: int = SEGMENT_BYTES, **bound: Any):
-        self.bound, self.courier = bound, courier
+        self.bound, self.shipper = bound, shipper
         self.run_dir, self.segment_bytes = run_dir, segment_bytes
         self.trace = Trace()
         """The timeline of the same worker. It writes nothing unless the user wants it."""
@@ -83,15 +84,15 @@ class Events:
             # The fields' own names are the table's: `key` is the name of a setting there.
             line_facts = {name: redacted_value(it) for name, it in json.loads(line).items()}
             line = json.dumps(line_facts)
-        if self.courier or self._fd is not None:
+        if self.shipper or self._fd is not None:
             self.write(line if len(line) <= MAX_LINE_BYTES else shortened(line_facts))
         for listener in self.listeners:
             listener(event, line_facts)
 
     def write(self, line: str) -> None:
         """Write a line that is complete: an own line, or one from a worker on another host."""
-        if self.courier:
-            return self.courier.take(line)
+        if self.shipper:
+            return self.shipper.take(line)
         if self._fd is None:
             return
         with self._lock:  # the thread that opens the next segment closes this one
@@ -134,7 +135,7 @@ class Events:
 
     def flush(self) -> bool:
         """Wait until all emitted events are in the event log; False if they are not in time."""
-        return self.courier is None or self.courier.flush()
+        return self.shipper is None or self.shipper.flush()
 
     def reach(self, point: str, **facts: Any) -> None:
         """Call the listeners at a point of the protocol that is no event and is not logged."""

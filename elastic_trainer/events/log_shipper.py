@@ -1,19 +1,19 @@
 """Event lines of a worker whose host does not share the folder of runs: the driver writes them.
 
-events → Courier (worker) → wire → Desk (driver) → `runs/<name>/events.jsonl`
+events → LogShipper (worker) → wire → LineHandler (driver) → `runs/<name>/events.jsonl`
 
 What always holds:
 1. The vote on a step waits until the line of the step before is in the driver's event log (the
    loop flushes). If a host vanishes, at most the line of its newest step is lost, and the next
    rank 0 writes that line again.
-2. A line is written once, also if it is sent again: lines are numbered, and each courier has a
+2. A line is written once, also if it is sent again: lines are numbered, and each shipper has a
    name of its own.
 3. A worker can write events about itself only, of its own attempt, and none of the driver's or the
-   supervisor's. An evicted worker can write none: its late lines would be behind its successor's.
-4. The driver refuses and counts a line that is no well-formed event (schema.py). The courier
+   supervisor's. An evicted worker can write none: its late lines would come after its successor's.
+4. The driver refuses and counts a line that is no well-formed event (schema.py). The shipper
    reports it on stderr and continues with the next line.
 5. A worker may send LINES_PER_S lines and BYTES_PER_S bytes a second, and BURST_S times as much at
-   once. The courier sends a line later if it exceeds this rate.
+   once. The shipper sends a line later if it exceeds this rate.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tenacity import Retrying, retry_if_exception_type, retry_if_result, wait_fixed
+
 from elastic_trainer.config import Launch
 from elastic_trainer.events.schema import MAX_LINE_BYTES, flaw, parse_object
 from elastic_trainer.host.modes import write_text
@@ -38,12 +40,12 @@ MAX_SHOWN = 500
 """Characters of a refused line that stderr gets."""
 LINES_PER_S = 500.0
 """A worker writes one line a step, and 10,000 lines a day for the changes of its world. Waiting for
-each answer, a courier sends 500 lines a second."""
+each answer, a shipper sends 500 lines a second."""
 BYTES_PER_S = 256.0 * 1024
 BURST_S = 20.0
 """The seconds of both rates that may come at once: the tracebacks of a broken generation."""
-COURIERS = 16
-"""The couriers of one worker whose line numbers are kept. A worker that restarts in place has a new
+SHIPPERS = 16
+"""The shippers of one worker whose line numbers are kept. A worker that restarts in place has a new
 one."""
 WORKERS_EVENTS = ("worker.", "state.", "job.", "run.finished")
 
@@ -61,7 +63,7 @@ def shares_runs(launch: Launch) -> bool:
         return False
 
 
-class Courier:
+class LogShipper:
     """Sends a worker's lines to the driver, in order, by a thread and a connection of its own."""
 
     def __init__(self, launch: Launch):
@@ -72,7 +74,7 @@ class Courier:
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, str]] = deque()
         self._name, self._number = secrets.token_hex(8), 0  # restarted in place: another name
-        threading.Thread(target=self._carry, name="courier", daemon=True).start()
+        threading.Thread(target=self._carry, name="log shipper", daemon=True).start()
 
     def take(self, line: str) -> None:
         """Take a line to be sent, when the lines before it have arrived."""
@@ -88,19 +90,14 @@ class Courier:
             return self._changed.wait_for(lambda: not self._waiting, self.patience_s)
 
     def _carry(self) -> None:
+        until_taken = Retrying(wait=wait_fixed(RETRY_S), retry=retry_if_exception_type(
+            DriverUnreachable) | retry_if_result(lambda answer: bool(answer.get("early"))))
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: bool(self._waiting))
                 number, line = self._waiting[0]
-            try:
-                answer = self._client.ask({"courier": self._name, "number": number,
-                                           "line": line})
-            except DriverUnreachable:
-                time.sleep(RETRY_S)
-                continue
-            if answer.get("early"):
-                time.sleep(RETRY_S)
-                continue
+            answer = until_taken(self._client.ask, {"shipper": self._name, "number": number,
+                                                    "line": line})
             if why := answer.get("refused"):
                 print(f"elastic-trainer: the driver refused a line of the event log ({why}): "
                       f"{line[:MAX_SHOWN]}", file=sys.stderr, flush=True)
@@ -134,15 +131,15 @@ class Allowance:
 
 
 class _Writer:
-    """One worker, as the desk knows it."""
+    """One worker, as the handler knows it."""
 
     def __init__(self, now: float):
         self.lines, self.bytes = Allowance(LINES_PER_S, now), Allowance(BYTES_PER_S, now)
         self.written: dict[str, int] = {}
-        """The number of each courier's newest line that is written."""
+        """The number of each shipper's newest line that is written."""
 
 
-class Desk:
+class LineHandler:
     """The driver's end: it writes each line once, and refuses what a worker may not write.
 
     Only one thread at a time may use it.
@@ -158,10 +155,10 @@ class Desk:
     def take(self, words: dict[str, Any]) -> None:
         """Write a worker's line, once. Raises LineRefused, TooEarly."""
         worker, line = str(words["worker"]), str(words["line"])
-        courier, number = str(words["courier"]), int(words["number"])
+        shipper, number = str(words["shipper"]), int(words["number"])
         now = self._clock()
         writer = self._writers.setdefault(worker, _Writer(now))
-        if number <= writer.written.get(courier, 0):
+        if number <= writer.written.get(shipper, 0):
             return
         if writer.lines.left(now) < 1 or writer.bytes.left(now) < len(line):
             raise TooEarly("more lines than a worker may send")
@@ -171,9 +168,9 @@ class Desk:
             self.refused[worker] += 1
             raise LineRefused(f"a line that is no event of its worker: {wrong}")
         self._write(line)
-        writer.written.pop(courier, None)
-        writer.written[courier] = number
-        while len(writer.written) > COURIERS:
+        writer.written.pop(shipper, None)
+        writer.written[shipper] = number
+        while len(writer.written) > SHIPPERS:
             del writer.written[next(iter(writer.written))]
 
     def forget(self, worker: str) -> int:

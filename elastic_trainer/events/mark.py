@@ -32,13 +32,13 @@ steps."""
 FIRST_STEPS = 3
 """The steps of a process that may take long: it compiles, and fills its caches."""
 FORMING = "forming"
-PHASES = (FORMING, "load", "forward", "backward", "reduce", "vote", "apply", "behind", "evaluate",
+PHASES = (FORMING, "load", "forward", "backward", "reduce", "vote", "apply", "after", "evaluate",
           "gather", "upload")
-"""In the order of a step. "behind": the user's code between two inner loops. "evaluate" and
+"""In the order of a step. "after": the user's code between two inner loops. "evaluate" and
 "gather": trainer.evaluate(), which computes a batch, or meets the others."""
-USERS_CODE = ("load", "forward", "backward", "apply", "behind", "evaluate")
+USERS_CODE = ("load", "forward", "backward", "apply", "after", "evaluate")
 BEGINS = {"step.computed": "reduce", "step.prepared": "vote", "step.voted": "apply",
-          "step.applied": "behind", "step.handed_over": "upload"}
+          "step.applied": "after", "step.handed_over": "upload"}
 """The points of a step in the order of the loop, and the phase that begins there."""
 BETWEEN_S = 0.5
 """Two collectives with less local work between them are one wait."""

@@ -175,7 +175,7 @@ _HEARTBEAT = checked((
               machine=Kind("the facts of a machine's fault", _is_machine_fault))))
 _NULLABLE = ("unreachable", "arithmetic", "proof", "machine", "at")
 _LINE = Kind("a text", lambda value: type(value) is str)
-_CARRIED_LINE = checked(reads(worker=NAME, courier=NAME, number=WHOLE, line=_LINE))
+_CARRIED_LINE = checked(reads(worker=NAME, shipper=NAME, number=WHOLE, line=_LINE))
 
 
 def flaw_of_message(message: Any) -> str:

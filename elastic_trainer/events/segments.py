@@ -8,7 +8,7 @@ What always holds:
 1. A segment that is large enough is sealed: the next process that writes renames it to the next
    number, under a lock. Before each write a writer checks whether the file that it has open is
    still `events.jsonl` (1.5 µs, two system calls). So if a process writes a line after it has
-   learnt of another process's line, its line is behind that line.
+   learnt of another process's line, its line comes after that line.
 2. A sealed segment gets only the lines of writers that checked just before it was sealed, or whose
    NFS client still uses its old answer (up to 60 s, nfs(5), acdirmax). A reader of later segments
    looks back for them, and a segment is not compressed before its last line is LATE_S old.
@@ -193,7 +193,7 @@ class Reader:
     def lines(self, *, to_the_end: bool = False) -> Iterator[bytes]:
         """Yield the whole lines since the last call.
 
-        With `to_the_end` also the bytes behind the last end of a line.
+        With `to_the_end` also the bytes after the last end of a line.
         """
         yield from self._late_lines()
         while (opened := self._open()) is not None:
@@ -269,7 +269,7 @@ class Reader:
                     return None
                 raise
             if not path and self._segment in segments(self.run_dir):
-                file.close()  # it was sealed in between, so this may be the one behind it
+                file.close()  # it was sealed in between, so this may be the next one
                 continue
             return file, path.name if path else ""
 

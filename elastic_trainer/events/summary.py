@@ -53,7 +53,7 @@ def result_of(run: Run) -> dict[str, Any]:
         one normal step, to the end of the next. In a log of version 0.1: the pause_s of each
         generation but the first of an attempt.
     books: wall_s, divided among accounts (docs/events.md names the events that close each account).
-        booting_s: until the first generation starts, also behind a stop by a person;
+        booting_s: until the first generation starts, also after a stop by a person;
         training_s: steps, kept or not, the time between them, and the end of what a person stops;
         pausing_s: the pauses;
         restarting_s: from an attempt's last sign of training to the first generation of the next;
@@ -69,7 +69,7 @@ def result_of(run: Run) -> dict[str, Any]:
         and its time. The events count as of the latest time before.
     ettr: effective training time ratio: the sum of step_s of the kept steps / (wall_s - stopped_s).
         Unlike goodput it counts the boots (Kokolis et al., arXiv 2410.21680).
-    failures: pauses that the loss of a worker caused, and attempts behind the first one of an
+    failures: pauses that the loss of a worker caused, and attempts after the first one of an
         invocation.
     stall_per_failure_s: the seconds of those pauses, of restarts, and of the steps that they
         dropped, for each failure; None without failures (arXiv 2602.00277).

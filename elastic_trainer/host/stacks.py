@@ -58,7 +58,7 @@ _PHASES = (("training/microbatches.py", "_open", "load"),
            ("training/microbatches.py", "reduce", "reduce"),
            ("training/loop.py", "_reduce", "reduce"),
            ("training/loop.py", "_vote", "vote"), ("training/commit_step.py", "_update", "apply"),
-           ("training/commit_step.py", "apply", "behind"),
+           ("training/commit_step.py", "apply", "after"),
            ("evaluate/evaluation.py", "found", "evaluate"),
            ("training/checkpointing.py", "obey", "upload"))
 """The functions of ours in which a phase passes."""

@@ -75,7 +75,7 @@ class TensorBoard:
         return str(self._folder)
 
     def open(self, run: Run) -> int:
-        """Begin a file, behind the position of the last one."""
+        """Begin a file, after the position of the last one."""
         from torch.utils.tensorboard import SummaryWriter  # here: it takes 1 s
 
         self._folder = placed("TensorBoard", self._given, run, "tensorboard")

@@ -1,4 +1,4 @@
-"""One logger in a thread of its own, behind a bounded queue: it never slows the training or ends
+"""One logger in a thread of its own, fed by a bounded queue: it never slows the training or ends
 it.
 
 rows.py (rank 0) → queue → here, in a thread → Logger
@@ -98,7 +98,7 @@ class Writer:
         self.put_end()
 
     def put_end(self) -> None:
-        """Let the thread end behind the rows that wait."""
+        """Let the thread end after the rows that wait."""
         self._ends.set()
         while True:
             try:

@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv[:at])
     command = list(argv[at + 1 :])
     if not command:
-        parser.error("the command is missing. Give it behind --, e.g. -- python my_train.py")
+        parser.error("the command is missing. Give it after --, e.g. -- python my_train.py")
     if options.workers < 1 or options.steps < FIRST_STEPS + 2:
         raise ConfigError(f"--workers is {options.workers} and --steps is {options.steps}. Use 1 "
                           f"or more workers, and {FIRST_STEPS + 2} or more steps.")

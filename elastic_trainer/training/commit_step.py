@@ -108,7 +108,7 @@ class StepEnd:
             state.rates.advance(state.loss)
             if job.average and not self.is_skipped(loss):
                 job.average.update(state.committed)
-            self.events.trace.mark.enter("behind")
+            self.events.trace.mark.enter("after")
             job.after_step(state.committed)
         else:
             state.rates.note()

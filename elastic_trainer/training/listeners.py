@@ -29,7 +29,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.events.log_shipper import Courier, shares_runs
+from elastic_trainer.events.log_shipper import LogShipper, shares_runs
 from elastic_trainer.events.trace import FOLDER, Trace
 from elastic_trainer.host import stacks
 from elastic_trainer.host.own import OursFirst
@@ -71,16 +71,16 @@ class Guarded:
 def opened(launch: Launch, listeners: Sequence[Listener] = ()) -> tuple[Launch, Events]:
     """Open the event log of a worker that has its place. Returns the launch without the folder of
     the run where this host does not share it. Raises ConfigError."""
-    courier = None
+    shipper = None
     if launch.driver and not shares_runs(launch):
         if not launch.store:
             raise ConfigError(
                 f"the host {launch.host} does not share the folder of runs ({launch.run_dir}), and "
                 "no store is given. Use --store s3://bucket/prefix, or put --runs-dir on a disk "
                 "that all share.")
-        courier, launch = Courier(launch), replace(launch, run_dir=None)
+        shipper, launch = LogShipper(launch), replace(launch, run_dir=None)
     stacks.answer()
-    events = Events(launch.run_dir, courier=courier, run=launch.run, attempt=launch.attempt,
+    events = Events(launch.run_dir, shipper=shipper, run=launch.run, attempt=launch.attempt,
                     worker=launch.worker or launch.host)
     events.listeners += [Guarded(listener, events) for listener in listeners]
     return launch, events

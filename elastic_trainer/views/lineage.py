@@ -31,7 +31,7 @@ class _Torn(NamedTuple):
     line: int
     violations: int
     notes: int
-    """The number of violations and notes before it: its sentence belongs behind them."""
+    """The number of violations and notes before it: its sentence belongs after them."""
     has_finished: bool
 
 
@@ -67,7 +67,7 @@ class Findings:
             _Torn(self.line, len(self._violations), len(self._notes), has_finished))
 
     def resolve_torn(self, event: dict[str, Any] | None) -> None:
-        """Decide the torn lines by the line behind them (None: another torn one), if it decides.
+        """Decide the torn lines by the line after them (None: another torn one), if it decides.
 
         A torn line is harmless if only lines of the driver follow before its attempt ends without
         success: its writer was killed.
@@ -79,7 +79,7 @@ class Findings:
             self._judge_torn(is_last=name in ("attempt.started", "run.started"))
 
     def resolve_torn_at_end(self) -> None:
-        """Decide the torn lines behind which no line follows."""
+        """Decide the torn lines after which no line comes."""
         self._judge_torn(is_last=True)
 
     def _judge_torn(self, is_last: bool) -> None:

@@ -49,7 +49,7 @@ METRICS = {
     "steps_redone_total": ("counter", "Steps that were done again, or dropped."),
     "workers_lost_total": ("counter", "Workers that were lost, by reason."),
     "checkpoints_total": ("counter", "Checkpoints that were published."),
-    "failures_total": ("counter", "Pauses after a loss, and attempts behind the first one."),
+    "failures_total": ("counter", "Pauses after a loss, and attempts after the first one."),
     "standstills_total": ("counter", "Steps that stood still (driver.step_stalled)."),
     "slow_hosts": ("gauge", "Hosts that were found slower than their peers."),
     "warnings_total": ("counter", "Events with the level warning or error, by level."),

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from elastic_trainer import renamed
 from elastic_trainer.events.event_kind import PAUSE_PARTS
 from elastic_trainer.events.fleet import Lane
 from elastic_trainer.events.run import Run
@@ -41,7 +42,7 @@ from elastic_trainer.events.trace import FOLDER, LOOP
 from elastic_trainer.host.modes import private
 from elastic_trainer.views.tables import Table, print_table
 
-PHASES = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "checkpoint")
+PHASES = ("load", "forward", "backward", "reduce", "vote", "apply", "after", "checkpoint")
 """The parts of a step, in the order of the loop."""
 
 
@@ -92,6 +93,7 @@ def rows_of(events: Iterable[Mapping[str, Any]]) -> list[Row]:
         if event["ph"] != "X":
             continue
         name, milliseconds = str(event["name"]), float(event["dur"]) / 1000
+        name = renamed.PHASES.get(name, name)
         in_step[worker][name] += milliseconds
         if name == "step":
             found = in_step.pop(worker)

@@ -39,7 +39,7 @@ class Table:
     levels: Sequence[str] = ()
     """The class of each row."""
     links: Sequence[str] = ()
-    """The address behind the first cell of each row."""
+    """The address that the first cell of each row leads to."""
 
 
 def grid(heads: Sequence[str], title: str = "", numbers: Collection[str] = ()) -> RichTable:

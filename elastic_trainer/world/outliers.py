@@ -87,8 +87,8 @@ def find_outliers(world: Peers, launch: Launch, events: Events, held: Sequence[P
     if world.rank == among[(found.majority or (0,))[0]]:
         for rank in outliers:
             events.emit("worker.replica_differs", step=step, since_step=since_step,
-                        host=everyone[rank]["host"], odd_worker=everyone[rank]["worker"],
-                        odd_rank=rank, majority=len(found.majority), tensors=names,
+                        host=everyone[rank]["host"], outlier=everyone[rank]["worker"],
+                        outlier_rank=rank, majority=len(found.majority), tensors=names,
                         tensors_count=len(found.tensors))
     if not found.majority:
         return None

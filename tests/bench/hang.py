@@ -45,7 +45,7 @@ STRAGGLER_S, BEYOND_S = 12.0, 5.0
 CGROUPS = Path("/sys/fs/cgroup/cpu")
 SLOW_KBIT, STORE_KBIT = 1500, 8000
 QUOTA, PERIOD_US = 0.1, 100_000
-STEPPING = ("load", "forward", "backward", "reduce", "vote", "apply", "behind", "upload")
+STEPPING = ("load", "forward", "backward", "reduce", "vote", "apply", "after", "upload")
 FUNCTIONS = {"load": "in __getitem__", "forward": "in loss"}
 """Where a worker hangs, by phase."""
 VERDICTS = ("driver.step_stalled", "driver.straggler_found")

@@ -19,8 +19,8 @@ from elastic_trainer.config import Launch, Limits
 from elastic_trainer.events.log import Events, read_events
 from elastic_trainer.events.log_shipper import (
     WORKERS_EVENTS,
-    Courier,
-    Desk,
+    LineHandler,
+    LogShipper,
     new_run_id,
     shares_runs,
 )
@@ -32,13 +32,13 @@ DEADLINE_S = 60.0
 STEP = {"step": 0, "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss": 0.5}
 
 
-class Office:
+class DriverEnd:
     """A driver's end whose answers can be lost: the line is written, the worker does not hear
     it."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.desk, self.lose = Desk(self.lines.append, attempt=1), 0
+        self.handler, self.lose = LineHandler(self.lines.append, attempt=1), 0
         self.server = MessageServer("127.0.0.1", KEY, self.answer, lambda *_: None)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
         self.launch = Launch(driver=f"127.0.0.1:{self.server.address[1]}",
@@ -47,7 +47,7 @@ class Office:
                              limits=Limits(driver_lost_s=60.0))
 
     def answer(self, message: dict[str, Any], address: str) -> dict[str, Any]:
-        self.desk.take(message)
+        self.handler.take(message)
         if self.lose:
             self.lose -= 1
             raise OSError("the answer is lost, as planned")
@@ -61,69 +61,69 @@ def line(event: str = "worker.step_committed", **facts: Any) -> str:
 
 def test_lines_arrive_in_order_and_once_though_answers_are_lost() -> None:
     """A line whose answer was lost is sent again and not written again."""
-    office = Office()
-    office.lose = 3
-    events = Events(None, courier=Courier(office.launch), run="run", worker="a/0/1", attempt=1)
+    end = DriverEnd()
+    end.lose = 3
+    events = Events(None, shipper=LogShipper(end.launch), run="run", worker="a/0/1", attempt=1)
     for number in range(20):
         events.emit("worker.step_committed", **STEP | {"step": number})
     events.flush()
-    office.server.shutdown()
-    assert [json.loads(line)["step"] for line in office.lines] == list(range(20))
+    end.server.shutdown()
+    assert [json.loads(line)["step"] for line in end.lines] == list(range(20))
 
 
 def test_lines_of_a_worker_that_starts_anew_in_place_are_accepted() -> None:
     """It counts its lines from one again, under the same name; only what was written already is not
     written again."""
-    office = Office()
+    end = DriverEnd()
     for _ in range(2):
-        courier = Courier(office.launch)
+        shipper = LogShipper(end.launch)
         for step in range(3):
-            courier.take(line(step=step))
-        assert courier.flush()
-    office.server.shutdown()
-    assert len(office.lines) == 6
+            shipper.take(line(step=step))
+        assert shipper.flush()
+    end.server.shutdown()
+    assert len(end.lines) == 6
 
 
 def test_a_flush_reports_that_the_driver_takes_no_line() -> None:
     """The loop must not vote on a step whose forerunner's line may be lost."""
-    office = Office()
-    office.server.answer = lambda message, address: {}[""]  # no answer at all
-    courier = Courier(replace(office.launch, limits=Limits(driver_lost_s=0.2)))
-    courier.take(line())
-    assert not courier.flush()
-    office.server.answer, courier.patience_s = office.answer, DEADLINE_S
-    assert courier.flush()  # else its thread would ask for as long as this process lives
-    office.server.shutdown()
-    assert office.lines == [line()]
+    end = DriverEnd()
+    end.server.answer = lambda message, address: {}[""]  # no answer at all
+    shipper = LogShipper(replace(end.launch, limits=Limits(driver_lost_s=0.2)))
+    shipper.take(line())
+    assert not shipper.flush()
+    end.server.answer, shipper.patience_s = end.answer, DEADLINE_S
+    assert shipper.flush()  # else its thread would ask for as long as this process lives
+    end.server.shutdown()
+    assert end.lines == [line()]
 
 
 def test_a_line_is_taken_only_when_those_before_it_have_arrived() -> None:
     """What a vanished host can take with it is one line."""
-    office, held = Office(), threading.Event()
-    answer, arrived = office.server.answer, threading.Event()
+    end, held = DriverEnd(), threading.Event()
+    answer, arrived = end.server.answer, threading.Event()
 
     def hold(message: dict[str, Any], address: str) -> dict[str, Any]:
         arrived.set()
         assert held.wait(DEADLINE_S)
         return answer(message, address)
 
-    office.server.answer = hold
-    courier, taken = Courier(office.launch), threading.Event()
-    courier.take(line(step=1))
+    end.server.answer = hold
+    shipper, taken = LogShipper(end.launch), threading.Event()
+    shipper.take(line(step=1))
     assert arrived.wait(DEADLINE_S)
 
     def second() -> None:
-        courier.take(line(step=2))
+        shipper.take(line(step=2))
         taken.set()
 
     thread = threading.Thread(target=second)
     thread.start()
-    assert not taken.is_set() and not office.lines
+    assert not taken.is_set() and not end.lines
     held.set()
     thread.join(DEADLINE_S)
-    courier.flush()
-    office.server.shutdown()
-    assert office.lines == [line(step=1), line(step=2)]
+    shipper.flush()
+    end.server.shutdown()
+    assert end.lines == [line(step=1), line(step=2)]
 
 
 @pytest.mark.parametrize("bad", [
@@ -140,22 +140,22 @@ def test_a_worker_writes_of_itself_only(bad: str) -> None:
     """The supervisor acts on the log's hosts, pids and attempts: no worker's key is
     enough for that."""
     lines: list[str] = []
-    desk = Desk(lines.append, attempt=1)
+    handler = LineHandler(lines.append, attempt=1)
     with pytest.raises(MessageRefused):
-        desk.take({"worker": "a/0/1", "courier": "x", "number": 1, "line": bad})
-    desk.take({"worker": "a/0/1", "courier": "x", "number": 1, "line": line()})
+        handler.take({"worker": "a/0/1", "shipper": "x", "number": 1, "line": bad})
+    handler.take({"worker": "a/0/1", "shipper": "x", "number": 1, "line": line()})
     assert lines == [line()]
 
 
 def test_a_worker_cannot_silence_its_neighbour() -> None:
-    """It may know the name of its neighbour's courier; a high number under that name hid all of the
+    """It may know the name of its neighbour's shipper; a high number under that name hid all of the
     neighbour's lines."""
     lines: list[str] = []
-    desk = Desk(lines.append, attempt=1)
-    neighbours = {"worker": "b/0/2", "courier": "x", "number": 10**9, "line": line(worker="b/0/2")}
-    own = {"worker": "a/0/1", "courier": "x", "number": 1, "line": line()}
-    desk.take(neighbours)
-    desk.take(own)
+    handler = LineHandler(lines.append, attempt=1)
+    neighbours = {"worker": "b/0/2", "shipper": "x", "number": 10**9, "line": line(worker="b/0/2")}
+    own = {"worker": "a/0/1", "shipper": "x", "number": 1, "line": line()}
+    handler.take(neighbours)
+    handler.take(own)
     assert lines == [neighbours["line"], own["line"]]
 
 
