@@ -34,8 +34,7 @@ train(model, torch.optim.SGD(model.parameters(), lr=0.1),
 
 
 def whole(microbatches: int, step_s: float = 1.0, gib: float = 1.0, batch: int = 64) -> Trial:
-    return Trial(microbatches=microbatches, samples=batch // microbatches, ending="whole",
-                 step_s=step_s,
+    return Trial(microbatches=microbatches, global_batch=batch, ending="whole", step_s=step_s,
                  host_bytes=int(gib * GIB))
 
 
@@ -87,7 +86,7 @@ def test_larger_microbatches_are_tried_until_the_next_would_not_fit() -> None:
     assert tune.next_microbatches(trials, sizes, 5 * GIB - 1) is None  # 16 is not faster than 8
     trials[0] = whole(16, step_s=0.5, gib=2.0)
     assert tune.next_microbatches(trials, sizes, 5 * GIB - 1) == 32
-    trials.append(Trial(microbatches=4, samples=16, ending="memory"))
+    trials.append(Trial(microbatches=4, global_batch=64, ending="memory"))
     trials.append(whole(32, step_s=0.6))
     assert tune.next_microbatches(trials, sizes, 9 * GIB) is None
 
@@ -97,7 +96,7 @@ def test_the_fastest_number_is_recommended_and_of_those_alike_the_larger_one() -
     trials = [whole(8, 1.0), whole(16, 1.02), whole(32, 1.2), whole(2, 0.5)]
     best = tune.best_of(trials, 4)
     assert best is not None and best.microbatches == 16
-    assert tune.best_of([Trial(microbatches=4, samples=4, ending="memory")], 4) is None
+    assert tune.best_of([Trial(microbatches=4, global_batch=16, ending="memory")], 4) is None
 
 
 def test_a_script_that_needs_more_memory_than_there_is_ends_alone(

@@ -104,30 +104,24 @@ def require_loggers(given: Any) -> None:
         logger.check()
 
 
+AFTER_STEP = {"evaluated": "eval/", "logged": ""}
+"""The events and points that have more numbers of a step, and what their names begin with."""
+
+
 def values_of_step(facts: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a step, from its facts as the event worker.step_committed has them."""
     values = {"train/loss": float(facts["loss"]), "train/lr": _first_of(facts["lr"]),
               "train/world_size": float(facts.get("size", 1)),
-              **_numbers("train", facts.get("metrics", {}))}
+              **numbers_of(facts.get("metrics", {}), "train/")}
     if facts["step_s"] > 0:
         values["train/samples_per_s"] = facts["samples"] / facts["step_s"]
     return values
 
 
-def values_of_evaluation(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those metrics of an evaluation that are one number."""
-    return _numbers("eval", metrics)
-
-
-def numbers_of(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those metrics that are one number."""
-    return {name: float(value) for name, value in metrics.items()
+def numbers_of(metrics: Mapping[str, Any], before: str = "") -> dict[str, float]:
+    """Return those metrics that are one number, with a text before their names."""
+    return {f"{before}{name}": float(value) for name, value in metrics.items()
             if isinstance(value, (int, float))}
-
-
-def _numbers(kind: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return those metrics that are one number, with the kind before their names."""
-    return {f"{kind}/{name}": value for name, value in numbers_of(metrics).items()}
 
 
 def _first_of(rate: Any) -> float:

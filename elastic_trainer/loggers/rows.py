@@ -19,19 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.loggers.row import (
+    AFTER_STEP,
     Logger,
     Row,
     Run,
     numbers_of,
-    values_of_evaluation,
     values_of_step,
 )
 from elastic_trainer.loggers.writer import Emit, Writer
 
 MOST_KEPT = 1024
 """The rows that each worker keeps for the case that it becomes the first one."""
-POINTS = ("job.described", "step.noted", "step.evaluated", "step.logged",
-          "step.handed_over")
+POINTS = ("job.described", "step.noted", "step.evaluated", "step.logged", "step.handed_over")
 CLOSE_S = 30.0
 """For how long the end of a run waits for its loggers."""
 CONFIG = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "steps", "reduce")
@@ -78,10 +77,9 @@ class Rows:
                 self._run = {"name": str(facts.get("run", "")), "id": facts["run_id"],
                              "attempt": int(facts.get("attempt", 1))}
                 self._note(facts)
-            case "step.evaluated":
-                self._evaluate(facts["step"], values_of_evaluation(facts["metrics"]))
-            case "step.logged":
-                self._evaluate(facts["step"], numbers_of(facts["metrics"]))
+            case "step.evaluated" | "step.logged":
+                before = AFTER_STEP[point.removeprefix("step.")]
+                self._add(facts["step"], numbers_of(facts["metrics"], before))
             case "step.handed_over":
                 self._complete()
         if self._writers and not self._is_first:
@@ -104,7 +102,7 @@ class Rows:
         self._row = Row(step, values_of_step(facts) | self._early.pop(step, {}), time.time())
         self._early.clear()
 
-    def _evaluate(self, step: int, values: dict[str, float]) -> None:
+    def _add(self, step: int, values: dict[str, float]) -> None:
         if self._row and self._row.step == step:
             self._row.values.update(values)
         else:

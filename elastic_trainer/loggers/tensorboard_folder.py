@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.host.modes import write_text
+from elastic_trainer.host.modes import replace_whole
 from elastic_trainer.loggers.row import Row, Run, placed, require_package
 
 POSITION_FILE = "elastic-trainer.json"
@@ -33,9 +33,7 @@ class Position:
 
     def write(self, file: Path) -> None:
         """Write it in the place of the former one."""
-        part = file.with_name(f"{file.name}.{os.getpid()}")
-        write_text(part, json.dumps([self.run_id, self.attempt, self.step]))
-        os.replace(part, file)
+        replace_whole(file, json.dumps([self.run_id, self.attempt, self.step]))
 
     @staticmethod
     def read(file: Path) -> Position | None:

@@ -32,11 +32,11 @@ from elastic_trainer.events.schema import parse
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.host.priority import LESS, yield_processor
 from elastic_trainer.loggers.row import (
+    AFTER_STEP,
     Logger,
     Row,
     Run,
     numbers_of,
-    values_of_evaluation,
     values_of_step,
 )
 from elastic_trainer.wire.redact import redacted
@@ -46,8 +46,9 @@ MOST_ROWS = 4096
 FLUSH_S = 1.0
 OPEN_AGAIN_S = 30.0
 """Between two tries to open a logger."""
-STEP, EVALUATION, LOGGED = "worker.step_committed", "worker.evaluated", "worker.logged"
-_NAMES = (STEP.encode(), EVALUATION.encode(), LOGGED.encode())
+STEP, MORE = "worker.step_committed", {f"worker.{name}": before for name, before in
+                                       AFTER_STEP.items()}
+_NAMES = tuple(name.encode() for name in (STEP, *MORE))
 MOST_READ = 100_000
 """The most rows that are read from the event log."""
 
@@ -218,18 +219,16 @@ def rows_of(folder: Path, first: int, end: int) -> list[Row]:
     """Return from the event log the newest row of each step from `first` on, before `end`: former
     workers have died before they wrote them. Disk: the whole event log."""
     first = max(first, end - MOST_READ)
-    steps, evaluations = dict[int, dict[str, Any]](), dict[int, dict[str, float]]()
+    steps, more = dict[int, dict[str, Any]](), dict[int, dict[str, float]]()
     for line in Reader(folder).lines(to_the_end=True):
         if not any(name in line for name in _NAMES) or not (event := parse(line)):
             continue
         step = event.get("step")
         if type(step) is not int or not first <= step < end:
             continue
-        if event["event"] == EVALUATION:
-            evaluations.setdefault(step, {}).update(values_of_evaluation(event["metrics"]))
-        elif event["event"] == LOGGED:
-            evaluations.setdefault(step, {}).update(numbers_of(event["metrics"]))
-        elif event["event"] == STEP and not (event.get("repeated") and step in steps):
+        if (name := event["event"]) in MORE:
+            more.setdefault(step, {}).update(numbers_of(event["metrics"], MORE[name]))
+        elif name == STEP and not (event.get("repeated") and step in steps):
             steps[step] = event
-    return [Row(step, values_of_step(steps[step]) | evaluations.get(step, {}),
+    return [Row(step, values_of_step(steps[step]) | more.get(step, {}),
                 float(steps[step]["time"])) for step in sorted(steps)]

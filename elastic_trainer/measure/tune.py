@@ -17,12 +17,12 @@ import argparse
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.options import Parser
-from elastic_trainer.measure.memory import gibibytes, limit_bytes
-from elastic_trainer.measure.trial import FIRST_STEPS, Trial, measure
+from elastic_trainer.measure.trial import FIRST_STEPS, Trial, gibibytes, limit_bytes, measure
 from elastic_trainer.wire.plain import plain
 from elastic_trainer.wire.redact import redacted_command
 
@@ -143,18 +143,15 @@ def find(command: Sequence[str], workers: int, steps: int, folder: Path,
     if not candidates:
         raise ConfigError(f"global_batch is {batch}, which {workers} workers cannot share. Use "
                           f"--workers {batch} or fewer.")
-    trials = [Trial(microbatches=own.microbatches, samples=-(-batch // own.microbatches),
-                    ending=own.ending,
-                    step_s=own.step_s, host_bytes=own.host_bytes, device_bytes=own.device_bytes)]
+    trials = [own]
     upwards = [number for number in candidates if number > own.microbatches]
     while number := (next_microbatches(trials, candidates, limit) if any(t.is_whole for t in trials)
                      else next(iter(upwards[len(trials) - 1 :]), None)):
         print(told(trials[-1]), flush=True)
         found = measure(command, {"until": until, "microbatches": number}, folder / f"{number}",
                         limit)
-        trials.append(Trial(microbatches=number, samples=-(-batch // number), ending=found.ending,
-                            step_s=found.step_s, host_bytes=found.host_bytes,
-                            device_bytes=found.device_bytes))
+        # One without memory may have ended before it said what it has.
+        trials.append(replace(found, microbatches=number, global_batch=batch))
     print(told(trials[-1]), flush=True)
     return trials, candidates
 

@@ -36,7 +36,7 @@ from elastic_trainer.events.sentences import count
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.host.options import Parser
-from elastic_trainer.measure.memory import gibibytes, limit_bytes
+from elastic_trainer.measure.trial import gibibytes, limit_bytes
 from elastic_trainer.rehearse import pools, trace
 from elastic_trainer.rehearse.outcome import (
     Outcome,
