@@ -325,23 +325,23 @@ class HostAccounts:
     def lives_of(self, host: str) -> list[tuple[float, float]]:
         """Return the start and end of each life of a host, up to the last booking."""
         found: list[tuple[float, float]] = []
-        life = self.lives[host]
-        open_one = [] if life.part is None else [(life.part, life.since, self.until)]
-        for _, start, end in (*life.periods, *open_one):
+        for _, start, end in self._periods(host):
             if found and found[-1][1] == start:
                 found[-1] = found[-1][0], end
             else:
                 found.append((start, end))
         return found
 
+    def _periods(self, host: str) -> list[tuple[Part, float, float]]:
+        life = self.lives[host]
+        open_one = [] if life.part is None else [(life.part, life.since, self.until)]
+        return life.periods + open_one
+
     def lane(self, host: str) -> Lane:
         """Return what a host did. There is a gap while the host was gone."""
         self._end_steps()
         found: Lane = []
-        life = self.lives[host]
-        periods = life.periods if life.part is None else [
-            *life.periods, (life.part, life.since, self.until)]
-        for part, start, end in periods:
+        for part, start, end in self._periods(host):
             lane = self.ledger.lanes[part]
             at = bisect_right(lane, start, key=lambda period: period[2])
             while at < len(lane) and lane[at][1] < end:

@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 from elastic_trainer.events import sentences
 from elastic_trainer.events.accounts import Accounts, Event, Pause
 from elastic_trainer.events.event_kind import Phase
-from elastic_trainer.events.fleet import Fleet
+from elastic_trainer.events.fleet import Fleet, Stalls
 from elastic_trainer.events.schema import UNREADABLE
-from elastic_trainer.events.stalls import Stalls
 from elastic_trainer.events.steps import Steps
 from elastic_trainer.events.told import Told
 
