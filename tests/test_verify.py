@@ -20,12 +20,15 @@ from hypothesis import strategies as st
 
 from elastic_trainer.events.summary import write_result
 from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.views.lineage import ROWS, StepLine, StepLines
 from elastic_trainer.views.verify import judge, read_lines, verify
 
 Event = dict[str, Any]
-SCHEDULE = Schedule(
-    dataset_size=50, global_batch=8, microbatches=4, epochs=2, seed=7
-)  # 2 epochs of 7 steps, the last of 2
+JOB = {"dataset_size": 50, "global_batch": 8, "microbatches": 4, "epochs": 2, "seed": 7}
+SCHEDULE = Schedule(**JOB)  # 2 epochs of 7 steps, the last of 2
+
+
+GONE = {"worker": "a/0/1", "host": "a", "pid": 1, "exit_code": -9, "reason": "crashed"}
 
 
 class Story:
@@ -40,10 +43,8 @@ class Story:
         self.say("run.started", options={})
 
     def say(self, event: str, **facts: Any) -> None:
-        bound = {
-            "time": 1000.0 + len(self.events), "event": event, "run": "x", "attempt": self.attempt
-        }
-        self.events.append(bound | facts)
+        self.events.append({"time": 1000.0 + len(self.events), "event": event, "run": "x",
+                            "attempt": self.attempt, **facts})
 
     def start(self, size: int, *, checkpoint: bool = True) -> None:
         """Begin an attempt; where there is a checkpoint, from its newest."""
@@ -56,21 +57,11 @@ class Story:
 
     def lose_one(self, size: int, *, redone: bool = True) -> None:
         """Go on as a new generation. The new rank 0 repeats the last line, or writes it first."""
-        self.say("driver.worker_gone",
-                 worker="a/0/1",
-                 host="a",
-                 pid=1,
-                 exit_code=-9,
-                 reason="crashed")
+        self.say("driver.worker_gone", **GONE)
         self._generation(size, "memory", redone=redone)
 
     def lose_all(self, verdict: str = "failed") -> None:
-        self.say("driver.worker_gone",
-                 worker="a/0/1",
-                 host="a",
-                 pid=1,
-                 exit_code=-9,
-                 reason="crashed")
+        self.say("driver.worker_gone", **GONE)
         self.say("attempt.ended", exit_code=1, verdict=verdict)
 
     def train(self, steps: int) -> None:
@@ -85,13 +76,8 @@ class Story:
     def finish(self) -> list[Event]:
         self.train(self.schedule.steps)
         samples = sum(self.schedule.batch_size(step) for step in range(self.steps))
-        self.say(
-            "run.finished",
-            steps=self.steps,
-            samples=samples,
-            loss=loss(self.steps - 1),
-            weights_sha256="5a5a",
-        )
+        self.say("run.finished", steps=self.steps, samples=samples, loss=loss(self.steps - 1),
+                 weights_sha256="5a5a")
         self.say("attempt.ended", exit_code=0, verdict="finished")
         return self.events
 
@@ -113,17 +99,10 @@ class Story:
             self.say("job.program_proved", step=self.steps)
         if redone:
             self.say("worker.step_redone", generation=self.generation, step=self.steps)
-        self.say("worker.generation_started",
-                 **place,
-                 rank=0,
-                 step=self.steps,
-                 source=source,
+        self.say("worker.generation_started", **place, rank=0, step=self.steps, source=source,
                  pause_s=0.2)
-        keys = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps")
-        self.say("job.described",
-                 **{key: getattr(self.schedule, key)
-                    for key in keys},
-                 reduce=self.reduce)
+        self.say("job.described", reduce=self.reduce,
+                 **{key: getattr(self.schedule, key) for key in (*JOB, "max_steps")})
         if self.steps:
             self.say_committed(repeated=True)
 
@@ -191,13 +170,9 @@ def eventful() -> list[Event]:
 
 def any_story(choice: random.Random) -> Story:
     """Return a run with random kills, lost lines, checkpoints, restarts and stops."""
-    sizes = {
-        "dataset_size": choice.randint(1, 60), "global_batch": (batch := choice.randint(1, 16))
-    }
-    schedule = Schedule(**sizes,
-                        microbatches=choice.randint(1, batch),
-                        epochs=choice.randint(1, 3),
-                        seed=choice.randint(0, 9))
+    size, batch = choice.randint(1, 60), choice.randint(1, 16)
+    schedule = Schedule(dataset_size=size, global_batch=batch, seed=choice.randint(0, 9),
+                        microbatches=choice.randint(1, batch), epochs=choice.randint(1, 3))
     story = Story(schedule)
     story.start(choice.randint(1, 5))
     for _ in range(choice.randint(0, 12)):
@@ -229,12 +204,8 @@ def judged(events: list[Event | None]) -> Any:
 
 def find(events: list[Event], name: str, nth: int = 0, **facts: Any) -> int:
     """Return where the nth event of this name and these facts stands."""
-    found = [
-        index
-        for index, event in enumerate(events)
-        if event["event"] == name and all(event.get(key) == value for key, value in facts.items())
-    ]
-    return found[nth]
+    return [at for at, event in enumerate(events) if event["event"] == name and all(
+        event.get(key) == value for key, value in facts.items())][nth]
 
 
 def step_line(events: list[Event], step: int, nth: int = 0, **facts: Any) -> int:
@@ -292,47 +263,60 @@ def test_catches_a_step_line_that_is_not_there_in_any_history() -> None:
     """A line may be absent only where a repeated line has the same values."""
     for seed in range(20):
         events = any_story(random.Random(seed)).finish()
-        steps = [
-            index for index, event in enumerate(events) if event["event"] == "worker.step_committed"
-        ]
+        steps = [at for at, event in enumerate(events)
+                 if event["event"] == "worker.step_committed"]
         for here, following in zip(steps, steps[1:], strict=False):
             if events[following]["step"] == events[here]["step"] + 1 and not events[here].get(
                     "repeated"):
                 assert not judged(events[:here] + events[here + 1 :]).is_proved
 
 
-def test_proves_a_run_of_several_invocations_when_each_counts_its_attempts_from_one() -> None:
+def several_invocations(story: Story) -> None:
     """Attempts count up within one invocation; a new one may begin again."""
-    story = Story()
-    story.start(2)
     story.train(5)
     story.publish()
     story.lose_all("interrupted")
     story.say("run.started", options={})
     story.attempt = 0
+
+
+def from_nothing(story: Story) -> None:
+    """Training starts at 0 again while there is no checkpoint."""
+    story.train(5)
+    story.lose_all()
+
+
+def from_an_older_branch(story: Story) -> None:
+    """A checkpoint of a branch that was left is of this lineage again once its steps came again
+    with equal losses."""
+    for _ in range(2):
+        story.train(4)
+        story.publish()
+    story.published = {4}  # the newer one is refused
+    story.lose_all()
     story.start(2)
-    assert judged(story.finish()).violations == ()
+    story.train(5)
+    story.lose_all()
+    story.published = {4, 8}  # and readable again
+
+
+@pytest.mark.parametrize(("goes", "dropped"), [
+    (several_invocations, 0), (from_nothing, 5), (from_an_older_branch, 5)])
+def test_proves_a_run_that_is_started_again(goes: Callable[[Story], None], dropped: int) -> None:
+    """By a person, without a checkpoint, and from a checkpoint that was not readable before."""
+    story = Story()
+    story.start(2)
+    goes(story)
+    story.start(2)
+    verdict = judged(story.finish())
+    assert verdict.violations == () and verdict.steps_rolled_back == dropped
 
 
 def test_proves_a_run_without_our_launcher() -> None:
     """Plain horovodrun logs no attempt and no driver events; the lines of rank 0 are enough."""
-    quiet = [
-        event
-        for event in eventful()
-        if event["event"].startswith(("worker.", "job.", "run.finished", "state."))
-    ]
+    quiet = [event for event in eventful()
+             if event["event"].startswith(("worker.", "job.", "run.finished", "state."))]
     assert judged(quiet).violations == ()
-
-
-def test_proves_a_restart_from_nothing_when_no_checkpoint_was_published() -> None:
-    """Training starts at 0 again while there is no checkpoint."""
-    story = Story()
-    story.start(2)
-    story.train(5)
-    story.lose_all()
-    story.start(2)
-    verdict = judged(story.finish())
-    assert verdict.violations == () and verdict.steps_rolled_back == 5
 
 
 def test_proves_a_finish_that_is_logged_twice_when_rank_0_died_after_the_first() -> None:
@@ -349,8 +333,7 @@ def test_proves_a_finish_that_is_logged_twice_when_rank_0_died_after_the_first()
 def longer(*, cut: int = 0) -> list[Event]:
     """A run that finished after 5 steps, was resumed with all of its epochs, and may have been
     killed before its end."""
-    story = Story(Schedule(dataset_size=50, global_batch=8, microbatches=4, epochs=2, seed=7,
-                           max_steps=5))
+    story = Story(Schedule(**JOB, max_steps=5))
     story.start(2)
     story.train(5)
     story.publish()
@@ -382,25 +365,6 @@ def test_notes_a_checkpoint_without_a_line_when_its_publisher_died_in_between() 
     del events[find(events, "state.checkpoint_published", step=6)]
     verdict = judged(events)
     assert verdict.violations == () and "publisher" in verdict.notes[0]
-
-
-def test_proves_a_restart_from_an_older_branch_when_the_same_bits_were_made_again() -> None:
-    """A checkpoint of a branch that was left is of this lineage again once its steps came again
-    with equal losses."""
-    story = Story()
-    story.start(2)
-    story.train(4)
-    story.publish()
-    story.train(4)
-    story.publish()
-    story.published = {4}  # the newer one is refused
-    story.lose_all()
-    story.start(2)
-    story.train(5)
-    story.lose_all()
-    story.published = {4, 8}  # and readable again
-    story.start(2)
-    assert judged(story.finish()).violations == ()
 
 
 def test_notes_other_losses_when_steps_are_done_again_on_unlike_processors() -> None:
@@ -568,6 +532,8 @@ DOCTORED: dict[str, tuple[Doctor, str]] = {
                              "step 7 comes again where 8 is due"),
     "two steps swapped": (swap_two_steps, "step 2 comes where step 1 is due"),
     "a digest off by one": (step_changed(2, of="digest", by=1), "step 2 has digest"),
+    "an epoch's digests do not add up": (step_changed(1, of="digest", by=5),
+                                         "epoch 0 do not add up"),
     "two digests exchanged": (digests_of_two_steps_exchanged, "step 1 has digest"),
     "one sample less": (step_changed(2, of="samples", by=-1),
                         "step 2 counted 7 samples, but 8 were due"),
@@ -673,23 +639,14 @@ def test_names_the_line_that_is_wrong() -> None:
     events = eventful()
     at = step_line(events, 2)
     events[at]["samples"] -= 1
-    assert judged(
-        events).violations[0] == f"line {at + 1}: step 2 counted 7 samples, but 8 were due."
-
-
-def test_whole_epoch_digest_catches_what_two_wrong_steps_would_hide() -> None:
-    """An epoch's digests must add up to the dataset's, in each order of the schedule."""
-    events = eventful()
-    events[step_line(events, 1)]["digest"] += 5
-    assert any("epoch 0 do not add up" in violation for violation in judged(events).violations)
+    assert judged(events).violations[0] == (
+        f"line {at + 1}: step 2 counted 7 samples, but 8 were due.")
 
 
 def test_prints_what_was_proved_and_what_was_violated() -> None:
     """A verdict speaks in sentences, and not in more than a screen of them."""
-    assert (
-        judged(eventful()).sentences()[0]
-        == "proved: 100 samples in 14 of 14 steps, each counted exactly once."
-    )
+    assert judged(eventful()).sentences()[0] == (
+        "proved: 100 samples in 14 of 14 steps, each counted exactly once.")
     events = eventful()
     another_seed_trained(events)
     sentences = judged(events).sentences(most=3)
@@ -699,18 +656,15 @@ def test_prints_what_was_proved_and_what_was_violated() -> None:
 # --- the file -------------------------------------------------------------------------------------
 
 
-def write(folder: Path,
-          events: list[Event],
-          *,
-          torn_at: int | None = None,
-          glued: bool = False) -> Path:
+def write(folder: Path, events: list[Event], *, torn_at: int | None = None, glued: bool = False
+          ) -> Path:
     lines = [json.dumps(event) for event in events]
     if torn_at is not None:
         lines[torn_at] = lines[torn_at][:60]
         if glued:
             lines[torn_at : torn_at + 2] = ["".join(lines[torn_at : torn_at + 2])]
-    (folder / "events.jsonl").write_text("\n".join(lines) +
-                                         ("" if torn_at == len(events) - 1 else "\n"))
+    (folder / "events.jsonl").write_text(
+        "\n".join(lines) + ("" if torn_at == len(events) - 1 else "\n"))
     return folder
 
 
@@ -803,16 +757,40 @@ def test_catches_a_torn_finish(tmp_path: Path) -> None:
 
 def test_passes_over_blank_lines_and_reads_what_is_no_text(tmp_path: Path) -> None:
     """Bytes that are no JSON object are a torn line, never an error."""
-    (tmp_path /
-     "events.jsonl").write_bytes(b'\n{"time": 1, "event": "run.started"}\n\xff\xfe\n[1]\n')
+    (tmp_path / "events.jsonl").write_bytes(
+        b'\n{"time": 1, "event": "run.started"}\n\xff\xfe\n[1]\n')
     assert [(number, event is None) for number, event in read_lines(tmp_path)] == [
-        (2, False),
-        (3, True),
-        (4, True),
-    ]
+        (2, False), (3, True), (4, True)]
 
 
 def test_raises_when_there_are_no_events(tmp_path: Path) -> None:
     """Unknown is never empty: a folder without events proves nothing."""
     with pytest.raises(FileNotFoundError):
         verify(tmp_path)
+
+
+# --- the packed lines ---------------------------------------------------------------------------
+
+NUMBERS = st.sampled_from([0, 1, 7, ROWS - 1, ROWS, 5 * ROWS + 3, 2**63 - 1])
+STEP_LINE = st.builds(StepLine, NUMBERS, *[st.sampled_from([0, 5, 2**63 - 1])] * 5,
+                 st.floats(allow_nan=False))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "pop", "get"]), STEP_LINE), max_size=40), NUMBERS)
+def test_the_table_of_the_steps_lines_holds_what_a_dict_holds(
+        done: list[tuple[str, StepLine]], start: int) -> None:
+    """Whatever is put, replaced and removed."""
+    table, twin = StepLines(), dict[int, StepLine]()
+    for what, line in done:
+        match what:
+            case "put":
+                table.put(line)
+                twin[line.step] = line
+            case "pop":
+                assert table.pop(line.step) == twin.pop(line.step, None)
+            case "get":
+                assert table.get(line.step) == twin.get(line.step)
+        assert len(table) == len(twin)
+        assert table.samples == sum(line.samples for line in twin.values())
+    assert list(table.numbers()) == sorted(twin)
+    assert list(table.numbers(start)) == sorted(step for step in twin if step >= start)

@@ -18,7 +18,6 @@ from elastic_trainer.doctor.ports import LISTEN_S, Listener, reach
 
 
 def main(argv: list[str]) -> None:
-    """Print the answer to one question."""
     question, text = argv
     asked = json.loads(text)
     if question == "facts":

@@ -57,7 +57,6 @@ def judged(host: str, what: str, fine: str, *faults: Fault) -> Check:
 
 
 def checks_of(facts: Facts) -> list[Check]:
-    """Return the checks of one machine."""
     return [*software(facts), *machine(facts),
             *(store(facts.host, facts.store) if facts.store else ())]
 

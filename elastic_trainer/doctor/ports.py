@@ -48,7 +48,6 @@ class Listener:
                     return  # closed
 
     def close(self) -> None:
-        """Stop listening."""
         self._socket.close()
 
 

@@ -85,7 +85,6 @@ class Periods:
         return [] if self._phase is None else [(self._phase, self._since, self.until)]
 
     def seconds(self) -> dict[Phase, float]:
-        """Return the seconds of each phase."""
         found = dict(self._before)
         for phase, start, end in self._last():
             found[phase] += end - start

@@ -35,7 +35,6 @@ class Numbers:
     high: float
 
     def __call__(self, value: Any) -> bool:
-        """True for a number of the range."""
         return type(value) in self.types and self.low <= value < self.high
 
 
@@ -61,7 +60,6 @@ class Text:
     longest: int
 
     def __call__(self, value: Any) -> bool:
-        """True for such a text."""
         return type(value) is str and len(value) <= self.longest
 
 
@@ -131,7 +129,6 @@ class Field:
 
     @property
     def flaw(self) -> str:
-        """Describe a wrong value."""
         missing = "missing, or " if self.is_required else ""
         return f"its {self.name} is {missing}not {self.kind.noun}"
 

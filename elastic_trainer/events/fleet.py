@@ -42,7 +42,6 @@ class Stalls:
         self._ended = now
 
     def read(self, event: Event) -> None:
-        """Take one more event."""
         match event["event"]:
             case "driver.step_stalled" | "driver.step_resumed" as name:
                 self.count += name == "driver.step_stalled"
@@ -114,7 +113,6 @@ class Fleet:
             reader(self, event)
 
     def begin(self) -> None:
-        """Begin an invocation."""
         self.noticed.clear()
         self.gone.clear()
 

@@ -305,7 +305,6 @@ class HostAccounts:
     # --- what is read -----------------------------------------------------------------------------
 
     def totals(self) -> dict[Account, float]:
-        """Return the seconds of all hosts together."""
         found = dict(self.ledger.taken)
         for host, life in self._open.items():
             for account, seconds in self.seconds(host).items():

@@ -87,14 +87,12 @@ class Mark:
         self.now = phase, what, samples, now
 
     def wait(self) -> None:
-        """Begin to wait in a collective."""
         now = time.monotonic()
         if now - self._waited_at > BETWEEN_S or self._waits_since < self.begun:
             self._waits_since = now
         self._is_waiting = True
 
     def waited(self) -> None:
-        """End the wait in a collective."""
         self._is_waiting, self._waited_at = False, time.monotonic()
 
     def reach(self, point: str) -> None:

@@ -166,7 +166,6 @@ class Run:
         those whose processes run."""
 
     def read(self, event: Event) -> None:
-        """Take one more event."""
         try:
             name, time, before = event["event"], float(event["time"]), self.end
         except UNREADABLE:

@@ -88,7 +88,6 @@ def names_of(first: int, later: int) -> str:
 
 
 def has_events(run_dir: Path) -> bool:
-    """True if the folder has an event log."""
     return (run_dir / EVENTS_FILE).exists() or bool(segments(run_dir))
 
 

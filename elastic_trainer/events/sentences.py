@@ -196,6 +196,5 @@ def launch_refused(facts: Facts) -> str:
 
 
 def refusal(facts: Facts) -> str:
-    """Describe why AWS refuses machines."""
     running = f"{facts['machines']} of {facts['wanted']} run"
     return plain(f"AWS refuses machines ({running}): {facts['says']} ({facts['code']})")

@@ -80,7 +80,6 @@ class Steps:
         return dropped
 
     def at(self, line: int) -> Step:
-        """Return the step of a line."""
         return Step(self.numbers[line], self.ends[line], self.seconds[line], self.samples[line],
                     self.losses[line])
 
@@ -90,7 +89,6 @@ class Steps:
         return self.at(self.kept[-1]) if self.kept else None
 
     def kept_losses(self) -> tuple[npt.NDArray[np.int64], Floats]:
-        """Return the numbers and the losses of the kept history."""
         kept = np.array(self.kept, dtype=np.int64)
         return np.array(self.numbers, dtype=np.int64)[kept], np.array(self.losses)[kept]
 

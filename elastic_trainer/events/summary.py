@@ -142,12 +142,10 @@ def _failures(accounts: Accounts, restarting_s: float) -> dict[str, Any]:
 
 
 def host_names(accounts: Accounts) -> set[str]:
-    """Return the names of all hosts of a run."""
     return {*accounts.crews.hosts, *accounts.hosts.lives}
 
 
 def hosts_of(accounts: Accounts) -> dict[str, Any]:
-    """Return the hosts of result.json."""
     return {name: _host(accounts, name) for name in sorted(host_names(accounts))}
 
 

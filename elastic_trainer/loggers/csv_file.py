@@ -42,7 +42,6 @@ class Csv:
         """Csv needs nothing."""
 
     def where(self) -> str:
-        """Return the path."""
         return str(self._path)
 
     def open(self, run: Run) -> int:
@@ -56,7 +55,6 @@ class Csv:
         return int(kept[-1]["step"]) + 1 if kept else 0
 
     def write(self, row: Row) -> None:
-        """Write a line."""
         assert self._file
         if new := [name for name in row.values if name not in self._columns]:
             self._file.flush()
@@ -74,7 +72,6 @@ class Csv:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file."""
         if self._file:
             self._file.close()
 

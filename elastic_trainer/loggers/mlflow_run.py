@@ -52,7 +52,6 @@ class MLflow:
         require_package("MLflow", "mlflow")
 
     def where(self) -> str:
-        """Return the place and the MLflow run."""
         return f"{self._client.tracking_uri} run {self._run_id}"
 
     def open(self, run: Run) -> int:

@@ -32,7 +32,6 @@ class Position:
     step: int
 
     def write(self, file: Path) -> None:
-        """Write it in the place of the former one."""
         replace_whole(file, json.dumps([self.run_id, self.attempt, self.step]))
 
     @staticmethod
@@ -69,7 +68,6 @@ class TensorBoard:
         require_package("TensorBoard", "tensorboard")
 
     def where(self) -> str:
-        """Return the folder."""
         return str(self._folder)
 
     def open(self, run: Run) -> int:
@@ -86,7 +84,6 @@ class TensorBoard:
         return lacking
 
     def write(self, row: Row) -> None:
-        """Write the numbers of a step."""
         for name, value in row.values.items():
             self._writer.add_scalar(name, value, row.step, walltime=row.time)
         self._step = row.step
@@ -99,7 +96,6 @@ class TensorBoard:
                 self._folder / POSITION_FILE)
 
     def close(self) -> None:
-        """Close the file."""
         if self._writer:
             self.flush()
             self._writer.close()

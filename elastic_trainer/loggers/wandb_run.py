@@ -57,7 +57,6 @@ class WandB:
         require_package("WandB", "wandb")
 
     def where(self) -> str:
-        """Return the folder, or the project and the id."""
         return str(self._folder) if self._offline else f"{self._project}/{self._id}"
 
     def open(self, run: Run) -> int:
@@ -81,7 +80,6 @@ class WandB:
         return max(sent + 1, int(self._wandb.starting_step))
 
     def write(self, row: Row) -> None:
-        """Send the numbers of a step."""
         self._wandb.log(row.values, step=row.step)
         self._sent = max(self._sent, row.step)
 

@@ -116,7 +116,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
     made = Parser(
         prog="elastic-trainer scaling",
         usage="%(prog)s [options] -- python my_train.py …\n       %(prog)s [options] --example gpt",
@@ -222,13 +221,11 @@ def cost_of(plan: Plan, row: Row, parts: dict[Case, dict[str, float]], own: worl
 
 
 def label(case: Case) -> str:
-    """Name a case for a person."""
     batch = "" if case.workers == 1 else ", weak" if case.scale > 1 else ", strong"
     return f"{case.arm}, {case.workers} worker{'s' * (case.workers > 1)}{batch}"
 
 
 def show(rows: Sequence[Row], costs: Sequence[str]) -> None:
-    """Print the tables."""
     from elastic_trainer.views.tables import Table, print_table
 
     heads = ["arm", "workers", "batch", "ms/step", "samples/s", "speed-up", "efficiency", "of DDP"]

@@ -89,7 +89,6 @@ def best_of(trials: Sequence[Trial], workers: int) -> Trial | None:
 # --- the command ------------------------------------------------------------------------------
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the command."""
     add = parser.add_argument
     add("--workers", type=int, default=4,
         help="the number of workers that will share the micro-batches (%(default)s)")
@@ -157,14 +156,12 @@ def find(command: Sequence[str], workers: int, steps: int, folder: Path,
 
 
 def told(trial: Trial) -> str:
-    """Return the line of a trial that has ended."""
     how = {"whole": f"{trial.step_s:.3f} s a step, {gibibytes(trial.host_bytes)}",
            "memory": "not enough memory"}.get(trial.ending, trial.ending)
     return f"microbatches={trial.microbatches}: {plain(how)}"
 
 
 def show(trials: Sequence[Trial], candidates: Sequence[int], workers: int, limit: int) -> None:
-    """Print the table and the recommendation."""
     from elastic_trainer.views.tables import Table, print_table
 
     heads = ("micro-batches", "samples", "s a step", "samples/s", "memory", "on the GPU", "")

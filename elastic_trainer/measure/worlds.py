@@ -119,5 +119,4 @@ def peer(demo: str, case: Case, steps: int, batch: int, folder: Path) -> Ran:
 
 
 def last_lines(log: Path) -> str:
-    """Return the end of an output."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])

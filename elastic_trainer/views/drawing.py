@@ -113,7 +113,6 @@ class Chart:
 
     @contextmanager
     def group(self, kind: str) -> Iterator[None]:
-        """Put the shapes of the block into a group."""
         self._shapes.append(f'<g class="{kind}">')
         yield
         self._shapes.append("</g>")

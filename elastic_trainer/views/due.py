@@ -115,7 +115,6 @@ class Due:
 
 
 def dataset_digest(size: int) -> int:
-    """Return the digest of all samples of a dataset."""
     starts = range(0, size, DIGEST_CHUNK_SAMPLES)
     stops = [*starts[1:], size]
     chunks = (np.arange(start, stop, dtype=np.int64)

@@ -261,7 +261,6 @@ class Judge:
         self.finish_line = self.findings.line
 
     def verdict(self) -> Verdict:
-        """Return the verdict on all lines."""
         self.findings.resolve_torn_at_end()
         violations, notes = self.findings.violations, self.findings.notes
         whole, broken = self.due.whole_epochs(self.kept)

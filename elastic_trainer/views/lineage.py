@@ -46,11 +46,9 @@ class Findings:
         self.open_torn: list[_Torn] = []
 
     def violate(self, sentence: str) -> None:
-        """Add a violation by the present line."""
         self._put(self._violations, len(self._violations), f"line {self.line}: {sentence}")
 
     def note(self, sentence: str) -> None:
-        """Add a note about the present line."""
         self._put(self._notes, len(self._notes), f"line {self.line}: {sentence}")
 
     @property
@@ -206,7 +204,6 @@ class Lineage:
         """The step at which this generation starts; None after that step."""
 
     def start_run(self) -> None:
-        """Begin an invocation."""
         self._leave_attempt(None)
         self.announced.clear()
 

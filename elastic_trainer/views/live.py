@@ -91,7 +91,6 @@ class Live:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin with an empty log."""
         run = Run()
         self.status = replace(status_of(run), run=self.name)
         self._log, self._first_line, self._was_lost = Reader(self.run_dir), "", False
@@ -116,7 +115,6 @@ class Live:
             return self.status, self._run.result
 
     def samples(self) -> list[Sample]:
-        """Return the samples of the run's metrics."""
         with self._lock:
             self._read()
             return list(self._rising(self._samples()))
@@ -145,7 +143,6 @@ class Live:
             yield name, labels, value
 
     def _read(self) -> None:
-        """Take what is new."""
         now = time.monotonic()
         if now - self._read_at < LEAST_S and self._run.result:  # else the log could not be read
             return
@@ -195,7 +192,6 @@ class Live:
         self._pricing_s, self._priced_at = time.thread_time() - started, now
 
     def _draw(self) -> None:
-        """Draw what is old."""
         if self._are_texts_old:
             for name, section in TEXTS.items():
                 self._sections.show(name, section(self._run))
@@ -236,7 +232,6 @@ class Overview:
             return self._sections.newer(than)
 
     def metrics(self) -> str:
-        """Return the metrics of all runs in Prometheus's text format."""
         found = {name: live.samples() for name, live in self.runs.items()}
         named = Counter(live.status.run for live in self.runs.values())
         labels = {name: live.status.run if named[live.status.run] == 1 else name

@@ -74,7 +74,6 @@ class Scrape(Collector):
         self._runs = runs
 
     def collect(self) -> Iterable[Metric]:
-        """Return the metrics that have samples."""
         found = {name: Metric(PREFIX + name.removesuffix("_total"), meaning, kind)
                  for name, (kind, meaning) in METRICS.items()}
         for run, of_run in self._runs.items():

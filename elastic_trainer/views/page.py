@@ -68,7 +68,6 @@ class Shown:
 
     @property
     def hosts(self) -> int:
-        """The number of hosts so far."""
         return len(host_names(self.accounts))
 
 
@@ -104,7 +103,6 @@ def _render(macro: str, *values: Any) -> str:
 
 
 def figures(run: Shown) -> str:
-    """Return the headline figures."""
     result = run.result
     lost, costs = sum(result["workers_lost"].values()), result.get("costs")
     stall_s, clock = result["stall_per_failure_s"], result.get("clock_set_back")
@@ -146,7 +144,6 @@ def loss(run: Shown) -> str:
 
 
 def hosts(run: Shown) -> str:
-    """Return a lane for each host."""
     accounts, periods = run.accounts.hosts, run.accounts.periods.all()
     return section("Hosts", charts.hosts(accounts, periods) if accounts.lives and periods
                    else "The log has no hosts.")
@@ -168,7 +165,6 @@ def fleet(status: Status, now: Now | None, prices: Pricing | None, moment: float
 
 
 def accounts(run: Shown) -> str:
-    """Return the seconds of all hosts by account."""
     seconds, costs = run.result["host_seconds"], run.result.get("costs")
     whole = sum(seconds.values())
     rows = [(account, spent, f"{spent / (whole or 1.0):.2%}",
@@ -195,7 +191,6 @@ def recoveries(run: Shown) -> str:
 
 
 def checkpoints(run: Shown) -> str:
-    """Return the newest checkpoints, and the sums of all."""
     published = run.run.checkpoints
     if not published:
         return section("Checkpoints", "No checkpoint was published.")
@@ -212,7 +207,6 @@ def checkpoints(run: Shown) -> str:
 
 
 def events(run: Shown) -> str:
-    """Return the events in words."""
     kept = run.run.told
     told = [*kept.first, *kept.newest]
     if kept.left_out:
@@ -234,7 +228,6 @@ def _events(told: Sequence[Telling], kind: str) -> Table:
 
 
 def configuration(run: Shown) -> str:
-    """Return the options, the job and the versions."""
     known, weights = run.run, run.result["weights_sha256"]
     facts = {**known.options, **known.versions,
              **{name: known.job[name] for name in JOB if known.job.get(name) is not None},

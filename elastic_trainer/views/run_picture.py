@@ -113,7 +113,6 @@ def draw(run: Run, periods: Sequence[Period]) -> Chart:
 
 
 def parts_legend() -> list[Key]:
-    """Return the legend of the parts of pauses."""
     return [Key(part, f"fill {part}") for part in PAUSE_PARTS]
 
 

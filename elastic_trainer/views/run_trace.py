@@ -116,7 +116,6 @@ def _row(phase: str, by_worker: Mapping[int, float], whole: Mapping[int, float],
 
 
 def print_phases(rows: Iterable[Row]) -> None:
-    """Print the table for a person."""
     print_table(Table(["phase", "ms", "share", "most ms", "on worker"], [
         [row.phase, f"{row.step_ms:.2f}", f"{row.share:.1%}", f"{row.slowest_ms:.2f}", row.slowest]
         for row in rows], title="a step"), numbers=("ms", "share", "most ms"))
@@ -154,7 +153,6 @@ class Slice(NamedTuple):
 
 
 def nanoseconds(time: float) -> int:
-    """Return a time of the event log in nanoseconds."""
     return round(time * 1e9)
 
 
@@ -214,7 +212,6 @@ class TraceFile:
         return self._rows
 
     def mark(self, row: int, told: Telling) -> None:
-        """Add a moment."""
         self._put("i", told.event, nanoseconds(told.time), tid=row, s="t", args=_known({
             "says": told.text, "step": told.step, "worker": told.worker or None}))
 

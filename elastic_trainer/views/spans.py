@@ -76,7 +76,6 @@ class Spans:
         """How many were yielded."""
 
     def take(self, event: Event) -> Iterator[Span]:
-        """Take one more event."""
         run = self.run
         run.read(event)
         self.trace = self.trace or f"{run.name} {event['time']}"

@@ -112,7 +112,6 @@ class Status:
 
 
 def status_of(run: Run, skipped: int = 0, left_out: Iterable[str] = ()) -> Status:
-    """Return the status of a run after the events so far."""
     fleet, steps, newest = run.fleet, run.steps, run.checkpoints[-1:]
     first = max(run.speed_from, len(steps) - SPEED_STEPS) if steps.counts_samples else len(steps)
     return Status(
@@ -132,7 +131,6 @@ def status_of(run: Run, skipped: int = 0, left_out: Iterable[str] = ()) -> Statu
 
 
 def line_of(told: Telling) -> str:
-    """Return an event in words, with its time of day."""
     return f"{datetime.fromtimestamp(told.time).strftime('%H:%M:%S')} {told.text}"
 
 

@@ -73,7 +73,6 @@ def print_table(table: Table, numbers: Collection[str] = (), console: Console | 
 
 
 def markdown(table: Table) -> str:
-    """Return a table in Markdown."""
     return "\n".join([_line(table.heads), "|---" * len(table.heads) + "|",
                       *map(_line, table.rows)])
 
@@ -94,7 +93,6 @@ HOUR_S = 3600.0
 
 
 def print_summary(result: Mapping[str, Any], console: Console | None = None) -> None:
-    """Print result.json's content for a person."""
     print_table(Table([], summary_rows(result), title=f"run {result['run']}"), console=console)
 
 
@@ -107,7 +105,6 @@ def side_by_side(results: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def summary_rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return a result as pairs of a label and a text."""
     books, pauses, wall_s = result["books"], result["pauses"], result["wall_s"]
     spent = [(key.removesuffix("_s"), seconds) for key, seconds in books.items() if seconds]
     shares = [f"{phase} {seconds:.1f} s ({seconds / wall_s:.1%})" for phase, seconds in spent]
@@ -195,7 +192,6 @@ def print_hosts(fleet: Mapping[str, Any], console: Console | None = None) -> Non
 
 
 def host_row(host: Mapping[str, Any], now: float) -> tuple[Any, ...]:
-    """Return the cells of one host, at the time of the table."""
     cloud = " ".join(filter(None, [host["lifecycle"], host["state"], host["group_state"]]))
     refused = f", {host['refused']} refused" if host["refused"] else ""
     workers = ", ".join(

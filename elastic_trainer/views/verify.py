@@ -124,7 +124,6 @@ def judge(lines: Iterable[Line], restored: set[tuple[int, int]] | None = None) -
 
 
 def restored_steps(lines: Iterable[Line]) -> set[tuple[int, int]]:
-    """Return attempt and step of each restored checkpoint."""
     events = (event for _, event in lines
               if event and event["event"] == "state.checkpoint_restored")
     pairs = ((event.get("attempt"), event.get("step")) for event in events)

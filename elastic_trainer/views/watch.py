@@ -79,7 +79,6 @@ def kill_hint(status: Status, *, is_far: bool = False) -> str:
 
 
 def plain_line(status: Status, *, is_far: bool = False) -> str:
-    """Return the status in one line."""
     facts = [f"{name} {value}" for name, value in _facts(status)]
     hint = kill_hint(status, is_far=is_far)
     kill = f"; {hint}" if hint else ""
@@ -230,7 +229,6 @@ class Watch:
             live.update(self.picture(), refresh=True)
 
     def picture(self) -> Panel:
-        """Return what the terminal shows now."""
         self.goodput, self.now = self._run.goodput, self._now_reader.read()
         return view(self, time.time())
 

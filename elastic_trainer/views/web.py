@@ -151,7 +151,6 @@ class Places:
             self._ends[transport] = asyncio.get_running_loop().call_later(seconds, transport.abort)
 
     def leave(self, transport: asyncio.Transport) -> None:
-        """Free the place of a connection."""
         self._held.pop(transport, None)
         if end := self._ends.pop(transport, None):
             end.cancel()
