@@ -6,11 +6,10 @@ from __future__ import annotations
 import csv
 import json
 import math
-import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+
+from elastic_trainer.loggers.wandb_run import records_of
 
 DEADLINE_S = 60.0
 Series = dict[str, list[tuple[int, float]]]
@@ -66,12 +65,12 @@ def of_wandb(folder: Path) -> Series:
     deadline = time.monotonic() + DEADLINE_S
     before: list[str] = []
     # Rows may follow the record of the end: the file is whole when it has both and grows no more.
-    while not {"exit", "history"} <= set(kinds := _records_of(files[-1])) or kinds != before:
+    while not {"exit", "history"} <= set(kinds := _kinds_of(files[-1])) or kinds != before:
         assert time.monotonic() < deadline, (files[-1], kinds)
         before = kinds
         time.sleep(0.5)
     for file in files:
-        for record in _parsed(file):
+        for record in records_of(file):
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
             if record.WhichOneof("record_type") != "history":
@@ -86,38 +85,10 @@ def of_wandb(folder: Path) -> Series:
     return series
 
 
-def _parsed(file: Path) -> list[Any]:
-    from wandb.proto import wandb_internal_pb2
-
-    found = []
-    for data in _records(file.read_bytes()):
-        found.append(wandb_internal_pb2.Record())
-        found[-1].ParseFromString(data)
-    return found
-
-
-def _records_of(file: Path) -> list[str]:
-    return [record.WhichOneof("record_type") for record in _parsed(file)]
+def _kinds_of(file: Path) -> list[str]:
+    return [record.WhichOneof("record_type") for record in records_of(file)]
 
 
 def _number(text: str) -> float:
     value = json.loads(text)
     return float(value) if value not in ("NaN", "Infinity") else math.nan
-
-
-def _records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format, with W&B's header of 7 bytes; those of a
-    torn end are left out."""
-    at, parts, block = 7, b"", 1 << 15
-    while at + 7 <= len(data):
-        if block - at % block < 7:  # no header fits into the rest of the block
-            at += block - at % block
-            continue
-        _, size, kind = struct.unpack_from("<IHB", data, at)
-        piece = data[at + 7 : at + 7 + size]
-        if kind not in (1, 2, 3, 4) or len(piece) < size:
-            return
-        parts = piece if kind in (1, 2) else parts + piece
-        if kind in (1, 4):
-            yield parts
-        at += 7 + size

@@ -4,65 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_report import JOB, RUN, event, generation, step, write
+from stories import RUN, STORY, Event, event, formed, generation, step, worker, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.ledger import Account
 from elastic_trainer.events.run import Run
-from elastic_trainer.events.summary import summarize
+from elastic_trainer.events.summary import result_of, summarize
 from elastic_trainer.views.prices import Price, Prices, costs, load
-
-Event = dict[str, Any]
-
-
-def formed(time: float, number: int, reason: str, *workers: str, attempt: int = 1) -> Event:
-    return event(time, "driver.generation_formed", generation=number, size=len(workers),
-                 reason=reason, workers=list(workers), hosts=[], attempt=attempt)
-
-
-def worker(time: float, what: str, host: str, number: int = 1, **facts: Any) -> Event:
-    return event(time, f"driver.worker_{what}", host=host, worker=f"{host}/0/{number}", pid=7,
-                 **facts)
-
-
-PAUSE = {"noticing_s": 0.1, "deciding_s": 0.2, "forming_s": 0.3, "transfer_s": 0.4,
-         "redoing_s": 1.0, "duration_s": 2.0}
-STORY = [
-    event(0.0, "run.started", options={"horovodrun": ["-np", "2", "--min-np", "2"]}),
-    event(0.0, "attempt.started"),
-    event(0.0, "driver.host_added", host="a", slots=1),
-    event(0.0, "driver.host_added", host="b", slots=1),
-    worker(0.0, "started", "a"), worker(0.0, "started", "b"),
-    worker(3.0, "ready", "a"), worker(4.0, "ready", "b"),
-    formed(4.0, 1, "start", "a/0/1", "b/0/1"),
-    generation(5.0, 1, 0, "fresh", 5.0), event(5.0, "job.described", **JOB, reduce="exact"),
-    step(6.0, 0), step(7.0, 1),
-    # A checkpoint's snapshot, and the user's own code; meanwhile host c joins the list.
-    event(7.5, "driver.host_added", host="c", slots=1), worker(7.5, "started", "c"),
-    step(8.5, 2, checkpoint_s=0.2),
-    worker(8.6, "ready", "c"),
-    # Step 3 takes its usual second, and host b dies in it.
-    worker(9.0, "gone", "b", exit_code=-9, reason="crashed"),
-    event(9.0, "driver.host_removed", host="b"),
-    formed(9.5, 2, "death", "a/0/1", "c/0/1"),
-    event(9.6, "worker.step_redone", generation=2, step=3),
-    generation(9.7, 2, 3, "memory", 1.0),
-    event(11.5, "worker.pause_ended", step=3, **PAUSE), step(11.5, 3, generation=2),
-    event(12.0, "driver.host_added", host="d", slots=1), worker(12.0, "started", "d"),
-    worker(12.5, "ready", "d"),
-    step(12.5, 4, generation=2),
-    # A third member is one more than the batch has micro-batches.
-    formed(12.5, 3, "change", "a/0/1", "c/0/1", "d/0/1"),
-    generation(12.5, 3, 5, "memory", 0.0),
-    step(13.5, 5, generation=3),
-    event(14.0, "run.finished", steps=6, samples=48, loss=0.0, weights_sha256="5a"),
-]
 
 
 def test_each_second_of_a_host_is_on_the_account_of_what_it_did() -> None:
@@ -155,11 +108,13 @@ def test_failures_do_not_become_fewer_when_a_run_is_resumed() -> None:
 @given(st.lists(st.sampled_from([*RUN, *STORY])),
        st.lists(st.floats(0, 100), min_size=90, max_size=90))
 def test_the_accounts_close_whatever_the_events(events: list[Event], times: list[float]) -> None:
-    """The accounts add up to the lives, and so do the lanes; no second is negative."""
-    accounts = Run().read_all(item | {"time": time} for item, time in
-                              zip(events, times, strict=False)).closed().hosts
-    lived_s = sum(end - start for life in accounts.lives.values()
-                  for _, start, end in life.periods)
+    """The accounts add up to the lives, and so do the lanes, and the books of the run to its wall
+    time; no second is negative. Also if the events make no sense, and the clock goes back."""
+    run = Run().read_all(item | {"time": time} for item, time in zip(events, times, strict=False))
+    result, accounts = result_of(run), run.closed().hosts
+    assert sum(result["books"].values()) == pytest.approx(result["wall_s"], abs=0.01)
+    assert 0.0 <= result["goodput"] <= 1.0 and min(result["books"].values()) >= 0.0
+    lived_s = sum(end - start for life in accounts.lives.values() for _, start, end in life.periods)
     assert sum(accounts.totals().values()) == pytest.approx(lived_s, abs=1e-6)
     assert sum(end - start for host in accounts.lives
                for _, start, end in accounts.lane(host)) == pytest.approx(lived_s, abs=1e-6)
@@ -201,7 +156,6 @@ def test_a_report_is_for_programs_and_for_pages_and_of_two_runs(
     prices.write_text("[default]\nspot = 1\non_demand = 3\n")
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder, events in zip(folders, (STORY, RUN), strict=True):
-        folder.mkdir()
         write(folder, [item | {"run": f"{folder.name}|"} for item in events])
     words = [*map(str, folders), "--prices", str(prices)]
     assert main(["report", *words, "--json"]) == 0

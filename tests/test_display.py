@@ -129,8 +129,7 @@ def test_watch_shows_them_as_text(event: dict[str, Any], tmp_path: Path) -> None
 
 def test_watch_shows_the_beginning_of_an_endless_error() -> None:
     """A traceback of 50,000 characters has no place in a panel."""
-    status = status_of([
-        {"time": 1.0, "event": "state.store_unavailable", "error": "x" * 50_000}])
+    status = status_of([{"time": 1.0, "event": "state.store_unavailable", "error": "x" * 50_000}])
     assert len(status.recent[-1]) < 1100
 
 

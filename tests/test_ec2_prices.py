@@ -14,8 +14,7 @@ import boto3
 import pytest
 from botocore.stub import ANY, Stubber
 from folds import status_of
-from test_accounts import STORY, event
-from test_report import write
+from stories import STORY, event, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError

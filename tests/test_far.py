@@ -21,6 +21,7 @@ import pytest
 import s3_servers
 from faulty_proxy import FaultyProxy, proxied
 from rich.console import Console
+from stories import write
 from test_terminal import log
 from test_verify import Story
 
@@ -86,11 +87,6 @@ class Bucket:
     def upload(self, run_dir: Path) -> None:
         for _ in self.uploads(run_dir):
             pass
-
-
-def write(folder: Path, events: list[dict[str, object]]) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / "events.jsonl").write_text("".join(json.dumps(it) + "\n" for it in events))
 
 
 def copy_of(bucket: Bucket, folder: Path) -> far.Mirror:
@@ -271,8 +267,7 @@ def test_a_wrong_address_or_a_missing_permission_is_an_error_with_the_remedy(
     bucket.put("events-000001.jsonl", b"x\n")
     bucket.put("events-000002.jsonl", b"x\n")
     proxy.fault("forbidden", contains="events-000001")
-    assert (f"AccessDenied. Allow s3:GetObject on {arn}/{bucket.name}/diary/*"
-            in said(bucket.url))
+    assert (f"AccessDenied. Allow s3:GetObject on {arn}/{bucket.name}/diary/*" in said(bucket.url))
     proxy.fault("reset", times=99)
     assert "Check the network, AWS_REGION and AWS_ENDPOINT_URL_S3" in said(bucket.url)
 

@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_accounts import STORY, formed, worker
-from test_report import JOB, RUN, event, generation, step, write
-from test_svg import RECORDED, events_of
+from stories import (
+    JOB,
+    RECORDED,
+    RUN,
+    STORY,
+    event,
+    events_of,
+    formed,
+    generation,
+    step,
+    worker,
+    write,
+)
 from test_web import impatient
 
 from elastic_trainer.events.run import Run
@@ -138,12 +148,10 @@ def test_a_host_has_a_lane_from_its_first_second(tmp_path: Path, events: list[Ev
 def test_a_log_that_is_replaced_is_read_anew(tmp_path: Path, is_shorter: bool) -> None:
     """The folder was removed, and the same name was run again: the new log may be longer."""
     folder = tmp_path / "run"
-    folder.mkdir()
     live = Live(write(folder, STORY), PRICES)
     version = live.newer(0)["version"]
     assert values_of(live)["steps", ""] == 6 and live.status.phase == "finished"
     shutil.rmtree(folder)
-    folder.mkdir()
     later = [item | {"time": item["time"] + 1e6} for item in STORY]
     write(folder, STORY[:13] if is_shorter else [*later[:-1], event(
         2e6, "worker.failed", error="x" * 500, worker="a/0/1")])
@@ -185,7 +193,6 @@ def test_a_read_costs_the_same_when_many_hosts_have_gone() -> None:
 def test_an_empty_log_has_the_name_of_its_folder(tmp_path: Path) -> None:
     """In the report as in the live view; the name in the log comes first."""
     folder = tmp_path / "mine"
-    folder.mkdir()
     write(folder, [])
     assert summarize_log(folder)["run"] == Live(folder).known()[1]["run"] == "mine"
     assert Live(write(folder, RUN)).known()[1]["run"] == summarize_log(folder)["run"] == "x"

@@ -21,8 +21,7 @@ SAME = ("train/loss", "train/lr", "train/norm", "eval/accuracy", "eval/loss")
 def twin(folder: Path) -> dict[str, str]:
     """Do the job alone; returns what it printed."""
     printed = run_alone([*JOB, str(folder)], folder.parent)
-    return {name: text for name, text in (line.split(maxsplit=1)
-                                          for line in printed.splitlines())}
+    return {name: text for name, text in (line.split(maxsplit=1) for line in printed.splitlines())}
 
 
 def assert_each_step_once(series: Series, wanted: Series, lacking: int = 0) -> None:
@@ -48,8 +47,7 @@ def test_nothing_that_follows_an_evaluation_is_another_when_the_first_worker_and
         "hold", host=host(1), at="evaluate", step=29).add(
         "hang", host=host(2), at="evaluate", step=79)
     logs = tmp_path / "logs"
-    with Cluster(tmp_path, hosts=5, start_with=4, command=[*JOB, str(logs)],
-                 plan=plan) as cluster:
+    with Cluster(tmp_path, hosts=5, start_with=4, command=[*JOB, str(logs)], plan=plan) as cluster:
         cluster.wait_until_fired(2)
         cluster.set_hosts(cluster.all_hosts[1:])
         cluster.wait_for("newcomer", lambda: any(

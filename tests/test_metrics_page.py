@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 from ports import free_port
-from test_accounts import STORY, formed, worker
-from test_report import JOB, event, generation, step, write
+from stories import JOB, STORY, event, formed, generation, step, worker, write
 from test_web import ask, impatient, served
 
 from elastic_trainer.config import ConfigError
@@ -68,7 +67,6 @@ def test_a_run_has_its_numbers_as_metrics_and_promtool_takes_them(
     story = [*STORY[:-1], checkpoint, STORY[-1]]
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder, run in zip(folders, (odd, "x"), strict=True):
-        folder.mkdir()
         write(folder, [item | {"run": run} for item in story])
     heard = time.time() - 5.0
     (folders[0] / NOW_FILE).write_text(json.dumps({"time": time.time(), "workers": [
@@ -120,12 +118,6 @@ def test_a_run_that_failed_or_was_interrupted_is_over_until_it_is_resumed(
         assert found[f'{PREFIX}started_timestamp_seconds{{run="x"}}'] == started
 
 
-def test_each_alert_is_in_the_documentation() -> None:
-    page = (ROOT / "docs" / "guide" / "metrics.md").read_text()
-    assert re.findall(r"^\| `(ElasticTrainer\w+)` \|", page, re.M) == re.findall(
-        r"- alert: (\w+)", (OBSERVE / "rules.yml").read_text())
-
-
 @pytest.mark.usefixtures("impatient")
 def test_a_finished_run_has_the_numbers_of_its_report(tmp_path: Path) -> None:
     """What the driver logs behind run.finished belongs to no account, and costs nothing, until more
@@ -163,7 +155,6 @@ def test_a_finished_run_has_the_numbers_of_its_report(tmp_path: Path) -> None:
 def test_runs_that_have_one_name_in_their_logs_have_two_labels(tmp_path: Path) -> None:
     """A copy of a run: Prometheus would refuse two samples with the same labels."""
     for name in ("one", "two"):
-        (tmp_path / name).mkdir()
         write(tmp_path / name, STORY)
     text = Overview(open_runs([tmp_path / "one", tmp_path / "two"])).metrics()
     assert {*re.findall(r'run="(\w+)"', text)} == {"one", "two"}
@@ -221,7 +212,12 @@ def test_each_alert_fires_when_it_should_and_only_then(tmp_path: Path, programs:
     assert len(alerts) > 4 and all(f"alertname: {it}" in Path(tests).read_text() for it in alerts)
 
 
-def test_rules_and_dashboard_use_metrics_that_a_run_has() -> None:
+def test_the_documentation_has_each_metric_and_alert_and_they_are_those_of_a_run() -> None:
+    """Rules and dashboard use no other metric."""
+    page = (ROOT / "docs" / "guide" / "metrics.md").read_text()
+    assert {*re.findall(rf"^\| `{PREFIX}(\w+)` \|", page, re.M)} == {*METRICS}
+    assert re.findall(r"^\| `(ElasticTrainer\w+)` \|", page, re.M) == re.findall(
+        r"- alert: (\w+)", (OBSERVE / "rules.yml").read_text())
     used = {name for file in ("rules.yml", "dashboard.json")
             for name in re.findall(rf"{PREFIX}(\w+)", (OBSERVE / file).read_text())}
     assert used and used <= {*METRICS}
@@ -245,8 +241,3 @@ def test_the_dashboard_has_the_form_of_grafanas_schema() -> None:
     assert [it["title"] for it in again["panels"]] == [
         it["title"] for it in json.loads(text)["panels"]]
     assert os.path.getsize(OBSERVE / "dashboard.json") < 64_000
-
-
-def test_the_documentation_has_each_metric() -> None:
-    page = (ROOT / "docs" / "guide" / "metrics.md").read_text()
-    assert {*re.findall(rf"^\| `{PREFIX}(\w+)` \|", page, re.M)} == {*METRICS}

@@ -14,14 +14,7 @@ from test_terminal import log, status_of
 
 from elastic_trainer.driver.progress import ALIVE_S, MOST_WHAT, NowFile, is_due, kept, now_of
 from elastic_trainer.driver.roster import Phase, Roster
-from elastic_trainer.events.now import (
-    FRESH_COPY_S,
-    FRESH_S,
-    NOW_FILE,
-    Now,
-    NowReader,
-    now_in,
-)
+from elastic_trainer.events.now import FRESH_COPY_S, FRESH_S, NOW_FILE, Now, NowReader, now_in
 from elastic_trainer.views.status import cells, columns, host_rows
 from elastic_trainer.wire.heartbeat import At
 

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_accounts import STORY
-from test_report import event, step, write
-from test_svg import RECORDED, events_of
+from stories import RECORDED, STORY, event, events_of, step, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.event_kind import PAUSE_PARTS
@@ -48,7 +46,6 @@ class Tree(HTMLParser):
 
 def page_of(tmp_path: Path, events: list[dict[str, Any]]) -> str:
     folder = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
-    folder.mkdir()
     return page([read(write(folder, events))])
 
 
@@ -107,7 +104,6 @@ def test_two_runs_stand_on_one_page_side_by_side(tmp_path: Path,
     """By the command: the figures of both in one table, then each run, with what it costs."""
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
-        folder.mkdir()
         write(folder, [item | {"run": folder.name} for item in STORY])
     prices, file = tmp_path / "prices.toml", tmp_path / "page.html"
     prices.write_text("[default]\nspot = 1\non_demand = 3\n")
@@ -160,7 +156,6 @@ def test_an_account_with_less_than_half_a_millisecond_on_each_host_has_no_cost(
     prices = tmp_path / "prices.toml"
     prices.write_text("[default]\nspot = 1\non_demand = 3\n")
     folder = tmp_path / "run"
-    folder.mkdir()
     write(folder, story)
     assert summarize_log(folder)["host_seconds"]["transfer"] == 0.001
     file = tmp_path / "x.html"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stories import event, generation, step
 
 from elastic_trainer.events.summary import summarize
 from elastic_trainer.world.pauses import Pauses, Survivor, parts_of
@@ -25,9 +24,7 @@ def test_a_pause_is_the_time_between_two_steps_less_a_normal_one(since_step: int
     forming_s = min(forming_s, min(left, since_step) / 1000)
     left = min(left, since_step)
     parts = parts_of([Survivor(since_step, left, normal)],
-                     forming_s=forming_s,
-                     transfer_s=transfer_s,
-                     step_s=step_s)
+                     forming_s=forming_s, transfer_s=transfer_s, step_s=step_s)
     between_s = since_step / 1000 + transfer_s + step_s
     planned_for = min(normal / 1000, (since_step - left) / 1000 + step_s)
     assert parts.duration_s == pytest.approx(between_s - planned_for, abs=1e-6)
@@ -38,9 +35,7 @@ def test_all_that_was_waited_for_a_frozen_worker_is_noticing() -> None:
     """Five seconds of silence after a step of 0.2 s; then 0.3 s for the places, 0.4 to form, 0.1
     for the state."""
     parts = parts_of([Survivor(5900, 700, 200), Survivor(5898, 699, 200)],
-                     forming_s=0.4,
-                     transfer_s=0.1,
-                     step_s=0.25)
+                     forming_s=0.4, transfer_s=0.1, step_s=0.25)
     assert vars(parts) == pytest.approx({
         "noticing_s": 5.0, "deciding_s": 0.3, "forming_s": 0.4, "transfer_s": 0.1, "redoing_s": 0.25
     })
@@ -84,47 +79,21 @@ def test_one_pause_goes_on_when_the_generation_behind_it_breaks_before_a_step(
     now[0] += 1.0
     parts = pauses.step(1.0)
     assert parts and vars(parts) == pytest.approx(
-        {
-            "noticing_s": 5.0, "deciding_s": 7.5, "forming_s": 3.0, "transfer_s": 0.5,
-            "redoing_s": 1.0
-        },
-        abs=0.01)
+        {"noticing_s": 5.0, "deciding_s": 7.5, "forming_s": 3.0, "transfer_s": 0.5,
+         "redoing_s": 1.0}, abs=0.01)
     assert pauses.step(1.0) is None
-
-
-def event(time: float, name: str, **facts: Any) -> dict[str, Any]:
-    return {"time": time, "event": name, "run": "x", "attempt": 1} | facts
 
 
 def test_the_books_have_the_whole_pause_when_all_have_waited_for_a_frozen_worker() -> None:
     """From 0.2 s after the last step, not from the time at which it was left."""
-    def step(time: float, number: int, **more: Any) -> dict[str, Any]:
-        return event(time,
-                     "worker.step_committed",
-                     step=number,
-                     samples=8,
-                     loss=1.0,
-                     step_s=0.2,
-                     **more)
-
-    def generation(time: float, number: int, pause_s: float, at: int) -> dict[str, Any]:
-        facts = {"generation": number, "size": 4, "step": at, "pause_s": pause_s}
-        return event(time, "worker.generation_started", source="memory", **facts)
-
-    logged = [
-        event(0.0, "run.started"),
-        event(0.0, "attempt.started"),
-        generation(1.0, 1, 0.0, 0),
-        step(1.2, 0),
-        event(6.4, "worker.generation_broken"),
-        generation(7.0, 2, 0.6, 1),
-        step(7.0, 0, repeated=True)
-    ]
-    parts = {
-        "noticing_s": 5.0, "deciding_s": 0.2, "forming_s": 0.3, "transfer_s": 0.1, "redoing_s": 0.2
-    }
-    ended = event(7.2, "worker.pause_ended", step=1, duration_s=5.8, **parts)
-    whole = [*logged, ended, step(7.2, 1),
+    parts = {"noticing_s": 5.0, "deciding_s": 0.2, "forming_s": 0.3, "transfer_s": 0.1,
+             "redoing_s": 0.2}
+    whole = [event(0.0, "run.started"), event(0.0, "attempt.started"),
+             generation(1.0, 1, 0, "memory", 0.0), step(1.2, 0, step_s=0.2),
+             event(6.4, "worker.generation_broken"), generation(7.0, 2, 1, "memory", 0.6),
+             step(7.0, 0, repeated=True),
+             event(7.2, "worker.pause_ended", step=1, duration_s=5.8, **parts),
+             step(7.2, 1, step_s=0.2),
              event(7.2, "run.finished", steps=2, samples=16, loss=1.0, weights_sha256="5a")]
     result = summarize(whole)
     assert result["pauses"] == [5.8] and result["books"]["pausing_s"] == 5.8

@@ -172,8 +172,7 @@ def test_no_file_of_a_run_has_a_secret_when_its_command_has(tmp_path: Path) -> N
     command = ["python", "train.py", "--api-key", SECRET, f"--db=postgres://me:{SECRET}@h/d"]
     events.emit("run.started", options={"command": command, "horovodrun": []}, versions={})
     events.emit("worker.failed", error=f"login with token={SECRET} failed")
-    events.emit("job.settings_differ", key="training.lr", holds="run",
-                run_value=1, given=2)
+    events.emit("job.settings_differ", key="training.lr", holds="run", run_value=1, given=2)
     assert SECRET not in (run / EVENTS_FILE).read_text() and SECRET not in str(heard)
     assert read_events(run)[0]["options"]["command"][:4] == [*command[:3], "***"]
     assert read_events(run)[2]["key"] == "training.lr"

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 from folds import status_of
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
+from stories import JOB, RUN, Event, event, generation, gone, step, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.summary import summarize, write_result
@@ -21,66 +20,7 @@ from elastic_trainer.training.account import is_finished
 from elastic_trainer.views.page import page, read
 from elastic_trainer.views.status import RECENT_EVENTS
 from elastic_trainer.views.tables import print_summary
-from elastic_trainer.views.watch import Watch, plain_line
-
-Event = dict[str, Any]
-
-
-def event(time: float, name: str, *, attempt: int = 1, **facts: Any) -> Event:
-    return {"time": time, "event": name, "run": "x", "attempt": attempt, **facts}
-
-
-def step(time: float, number: int, *, attempt: int = 1, generation: int = 1, **facts: Any) -> Event:
-    place = {"attempt": attempt, "generation": generation, "size": 2}
-    line = {"samples": 8, "digest": 1, "loss": 3.0 - number, "lr": 0.1, "step_s": 1.0} | facts
-    return event(time, "worker.step_committed", step=number, **place, **line)
-
-
-def generation(time: float, number: int, at: int, source: str, pause_s: float, *, attempt: int = 1
-               ) -> Event:
-    place = {"attempt": attempt, "generation": number, "size": 2, "rank": 0}
-    return event(time, "worker.generation_started", step=at, source=source, pause_s=pause_s,
-                 **place)
-
-
-def gone(time: float, host: str, pid: int, exit_code: int | None = -9, reason: str = "crashed"
-         ) -> Event:
-    return event(time, "driver.worker_gone", worker=f"{host}/0/1", host=host, pid=pid,
-                 exit_code=exit_code, reason=reason)
-
-
-JOB = {"dataset_size": 80, "global_batch": 8, "microbatches": 2, "epochs": 1, "seed": 0,
-       "max_steps": None}
-RUN = [
-    event(0.0, "run.started", options={}),
-    event(1.0, "attempt.started"),
-    event(1.0, "driver.worker_started", host="local-1", slot=0, worker="local-1/0/1", pid=41),
-    event(1.0, "driver.worker_started", host="local-2", slot=0, worker="local-2/0/1", pid=42),
-    event(4.0, "driver.worker_ready", worker="local-1/0/1", boot_s=3.0),
-    event(5.0, "driver.worker_ready", worker="local-2/0/1", boot_s=4.0),
-    event(5.0, "driver.generation_formed", generation=1, size=2, hosts=["local-1", "local-2"],
-          reason="start"),
-    generation(6.0, 1, 0, "fresh", 5.0),
-    event(6.0, "job.described", **JOB, reduce="exact"),
-    step(7.0, 0),
-    step(8.0, 1),
-    event(8.5, "state.checkpoint_published", step=2, bytes=8, duration_s=0.1),
-    step(9.0, 2),
-    # step 3 is in flight for half a second, then worker 42 dies, and the pause is 0.4 s
-    gone(9.6, "local-2", 42),
-    event(9.8, "worker.step_redone", generation=2, step=3),
-    generation(9.9, 2, 3, "memory", 0.4),
-    step(9.9, 2, generation=2, step_s=0.0, repeated=True),
-    step(11.0, 3, generation=2),
-    gone(12.0, "local-1", 41, 137),
-    event(12.0, "attempt.ended", exit_code=1, verdict="failed"),
-    event(13.0, "attempt.started", attempt=2),
-    generation(16.0, 1, 2, "checkpoint", 2.0, attempt=2),
-    step(17.0, 2, attempt=2),
-    step(18.0, 3, attempt=2),
-    event(19.0, "run.finished", attempt=2, steps=4, samples=32, loss=0.0, weights_sha256="5a"),
-    event(25.0, "attempt.ended", attempt=2, exit_code=0, verdict="finished"),
-]
+from elastic_trainer.views.watch import Watch
 
 
 def test_result_counts_the_kept_history() -> None:
@@ -178,22 +118,6 @@ def test_a_clock_that_was_set_back_is_reported(tmp_path: Path, shift_s: float, a
     assert "clock_set_back" not in summarize(near)
 
 
-@given(st.lists(st.sampled_from(RUN)), st.lists(st.floats(0, 100), min_size=40, max_size=40))
-def test_books_close_and_goodput_is_a_part_whatever_the_events(
-    events: list[Event], times: list[float]
-) -> None:
-    """Even of events that make no sense and clocks that go back: the parts sum to the whole."""
-    result = summarize([item | {"time": time} for item, time in zip(events, times, strict=False)])
-    assert sum(result["books"].values()) == pytest.approx(result["wall_s"], abs=0.01)
-    assert 0.0 <= result["goodput"] <= 1.0
-    assert all(seconds >= 0.0 for seconds in result["books"].values())
-
-
-def write(folder: Path, events: list[Event]) -> Path:
-    (folder / "events.jsonl").write_text("".join(json.dumps(item) + "\n" for item in events))
-    return folder
-
-
 def test_result_is_written_whole(tmp_path: Path) -> None:
     """result.json is what summarize() returns, and no temporary file is left."""
     result = write_result(write(tmp_path, RUN))
@@ -213,14 +137,6 @@ def test_a_loss_that_is_no_number_is_null_in_json(
         result = json.loads(text, parse_constant=pytest.fail)
         assert result["loss"] is None and result["steps"] == 4
     assert is_finished(tmp_path, 4) and not is_finished(tmp_path, 5)
-
-
-@pytest.mark.parametrize("events", [RUN, RUN[:9], []])
-def test_summary_is_readable_at_any_time(events: list[Event]) -> None:
-    """The table stands for a finished, a starting and an empty run."""
-    console = Console(file=io.StringIO(), width=120)
-    print_summary(summarize(events), console)
-    assert "goodput" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 # --- watch ----------------------------------------------------------------------------------------
@@ -351,19 +267,6 @@ def test_an_event_that_makes_no_sense_changes_nothing() -> None:
         {"event": 3},
     ):
         assert status_of([*RUN[:13], odd]) == status
-
-
-@pytest.mark.parametrize("until", range(0, len(RUN) + 1, 3))
-def test_every_picture_can_be_shown(until: int) -> None:
-    """From before the first event to after the last there is a panel and a line."""
-    status = status_of(RUN[:until])
-    console = Console(file=io.StringIO(), width=100)
-    watch = Watch("x", console)
-    watch.status = status
-    console.print(watch.picture())
-    assert status.phase in console.file.getvalue()  # type: ignore[attr-defined]
-    assert "samples/s" in console.file.getvalue()  # type: ignore[attr-defined]
-    assert status.phase in plain_line(status)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

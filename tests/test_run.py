@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from test_accounts import STORY
-from test_report import event, generation, step
+from stories import STORY, event, generation, step
 
 from elastic_trainer.events.run import Run
 from elastic_trainer.events.steps import Step, Steps

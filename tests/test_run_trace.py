@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_report import RUN, event, generation, step
+from stories import RUN, Event, event, generation, step, write
 
 from elastic_trainer.events.event_kind import PAUSE_PARTS
 from elastic_trainer.events.run import Run
@@ -26,8 +26,6 @@ from elastic_trainer.views.run_trace import (
     told_for_marks,
     write_trace,
 )
-
-Event = dict[str, Any]
 
 
 @dataclass
@@ -76,8 +74,7 @@ def viewed(file: Path) -> dict[str, list[Row]]:
 
 def written(folder: Path, events: list[Event]) -> Path:
     """Return the trace of a run with these events."""
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    run, _ = read_run(folder, told_for_marks())
+    run, _ = read_run(write(folder, events), told_for_marks())
     write_trace(run, folder, folder / "run.json")
     return folder / "run.json"
 
@@ -155,8 +152,7 @@ def test_nothing_of_an_attempt_goes_on_when_its_driver_was_killed(tmp_path: Path
 
 def test_the_commits_of_horovods_own_style_are_steps(tmp_path: Path) -> None:
     """They have no samples and no loss, so the trace has steps a second."""
-    commits = [event(7.0 + at / 2, "worker.commit_kept", step=at, commit_s=0.5)
-               for at in range(10)]
+    commits = [event(7.0 + at / 2, "worker.commit_kept", step=at, commit_s=0.5) for at in range(10)]
     seen = viewed(written(tmp_path, [*RUN[:8], *commits]))
     assert len(seen["steps"][0].slices) == 10
     assert seen["steps/s"][0].counts == [2.0] * 10

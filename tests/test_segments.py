@@ -380,8 +380,7 @@ def test_a_million_missing_segments_are_named_at_once(tmp_path: Path) -> None:
     (tmp_path / "events-99999999.jsonl").write_text('{"time": 1, "event": "far"}\n')
     log = Reader(tmp_path)
     assert any(event["event"] == "far" for event in log.events())
-    assert log.left_out == {
-        f"events-{last + 1:06d}.jsonl to events-99999998.jsonl": "is missing"}
+    assert log.left_out == {f"events-{last + 1:06d}.jsonl to events-99999998.jsonl": "is missing"}
 
 
 def test_lines_that_are_no_text_are_counted_when_a_segment_is_whole(tmp_path: Path) -> None:

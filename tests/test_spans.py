@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_accounts import STORY
-from test_report import event, write
+from stories import STORY, event, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.views import spans as spans_module

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, fromstring
 
 import pytest
+import stories
+from stories import RECORDED, Event, event, events_of, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.accounts import Pause
 from elastic_trainer.events.event_kind import PAUSE_PARTS, Phase
 from elastic_trainer.events.run import Run
 from elastic_trainer.events.summary import result_of
-from elastic_trainer.renamed import present
 from elastic_trainer.views.drawing import FILLS, LEFT, PALE, RIGHT, WIDTH, duration, ticks
 from elastic_trainer.views.run_picture import LEAST_PX, axis_of, bands, file_of, slices
-
-RECORDED = Path(__file__).resolve().parent / "data" / "events-0.1.jsonl"
-"""A run of four workers: one is killed twice, and new workers join."""
-
-
-def events_of(path: Path) -> list[dict[str, Any]]:
-    return [present(json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def drawn(events: list[dict[str, Any]]) -> tuple[str, Element]:
@@ -83,16 +76,12 @@ def test_everything_is_drawn_within_the_picture() -> None:
             assert width == "100%" or left + float(width) <= WIDTH
 
 
-def step(time: float, **more: Any) -> dict[str, Any]:
-    return {
-        "event": "worker.step_committed", "time": time, "run": "x", "attempt": 1, "step": int(time),
-        "step_s": 1.0, "samples": 8, "loss": 1.0, **more
-    }
+def step(time: float, **more: Any) -> Event:
+    return stories.step(time, int(time), loss=1.0) | more
 
 
-def generation(time: float, size: int, at: int) -> dict[str, Any]:
-    return {"event": "worker.generation_started", "time": time, "run": "x", "attempt": 1,
-            "generation": 1, "size": size, "step": at, "source": "memory"}
+def generation(time: float, size: int, at: int) -> Event:
+    return stories.generation(time, 1, at, "memory", 0.0, size=size)
 
 
 def test_the_time_in_which_a_person_had_stopped_the_run_is_cut_out() -> None:
@@ -110,10 +99,9 @@ def test_the_time_in_which_a_person_had_stopped_the_run_is_cut_out() -> None:
         "h" in text for text in texts(root) if re.fullmatch(r"\d+ \w+", text))
 
 
-def paused(time: float, **parts: float) -> dict[str, Any]:
-    return {"event": "worker.pause_ended", "time": time, "run": "x", "attempt": 1,
-            "step": int(time), "duration_s": sum(parts.values()),
-            **{f"{part}_s": parts.get(part, 0.0) for part in PAUSE_PARTS}}
+def paused(time: float, **parts: float) -> Event:
+    return event(time, "worker.pause_ended", step=int(time), duration_s=sum(parts.values()),
+                 **{f"{part}_s": parts.get(part, 0.0) for part in PAUSE_PARTS})
 
 
 def test_a_pause_is_divided_by_its_parts() -> None:
@@ -165,9 +153,8 @@ def test_many_pauses_have_a_bounded_number_of_bands_and_none_is_lost() -> None:
                         found[9].in_words())
 
 
-def losses(*times: float, reason: str = "crashed", exit_code: int = -9) -> list[dict[str, Any]]:
-    return [{"event": "driver.worker_gone", "time": time, "worker": f"a/0/{time}", "host": "a",
-             "pid": 7, "reason": reason, "exit_code": exit_code} for time in times]
+def losses(*times: float, reason: str = "crashed", exit_code: int = -9) -> list[Event]:
+    return [stories.gone(time, f"a{time}", 7, exit_code, reason) for time in times]
 
 
 @pytest.mark.parametrize(("events", "labels"), [
@@ -221,15 +208,9 @@ def test_a_hostile_name_stays_text() -> None:
     assert any("<script>" in text for text in texts(root))
 
 
-def written(folder: Path, events: list[dict[str, Any]]) -> Path:
-    folder.mkdir()
-    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    return folder
-
-
 def test_report_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside the table, into the file that the user names."""
-    run_dir = written(tmp_path / "run", events_of(RECORDED))
+    run_dir = write(tmp_path, events_of(RECORDED))
     assert main(["report", str(run_dir), "--svg", str(tmp_path / "run.svg")]) == 0
     assert "goodput" in capsys.readouterr().out
     assert (tmp_path / "run.svg").read_text(encoding="utf-8") == drawn(events_of(RECORDED))[0]
@@ -242,21 +223,19 @@ def test_report_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_the_user_reads_why_there_is_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                                 count: int, file: str, message: str) -> None:
     """One fact and one remedy; exit code 2."""
-    run_dir = written(tmp_path / "run", events_of(RECORDED)[:count])
+    run_dir = write(tmp_path, events_of(RECORDED)[:count])
     assert main(["report", str(run_dir), "--svg", str(tmp_path / file)]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / file).exists()
 
 
-def formed(time: float, *workers: str) -> list[dict[str, Any]]:
-    return [{"event": "driver.generation_formed", "time": time, "run": "x", "attempt": 1,
-             "generation": 1, "size": len(workers), "reason": "start", "workers": list(workers)},
-            generation(time, len(workers), int(time))]
+def formed(time: float, *hosts: str) -> list[Event]:
+    return [stories.formed(time, 1, "start", *(f"{host}/0/1" for host in hosts)),
+            generation(time, len(hosts), int(time))]
 
 
-def gone(time: float, *workers: str) -> list[dict[str, Any]]:
-    return [{"event": "driver.worker_gone", "time": time, "worker": worker, "host": worker,
-             "pid": 7, "reason": "crashed", "exit_code": -9} for worker in workers]
+def gone(time: float, *hosts: str) -> list[Event]:
+    return [stories.gone(time, host, 7) for host in hosts]
 
 
 ALL_DIE = [*formed(0.0, "a", "b"), *(step(float(at)) for at in range(1, 21)),
@@ -327,5 +306,5 @@ def test_the_commits_of_horovods_own_style_are_drawn_as_steps(tmp_path: Path) ->
     _, root = drawn(events)
     assert "steps a second" in texts(root) and "samples a second" not in texts(root)
     assert "4" in texts(root) and of_kind(root, "rate")[0].get("d", "").count("L") > 100
-    run_dir = written(tmp_path / "run", events)
+    run_dir = write(tmp_path, events)
     assert main(["report", str(run_dir), "--svg", str(tmp_path / "run.svg")]) == 0

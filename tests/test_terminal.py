@@ -22,6 +22,7 @@ import s3_servers
 from cluster import Cluster
 from folds import status_of
 from rich.console import Console
+from stories import write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.mark import PHASES
@@ -202,8 +203,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize(("is_ctrl_c", "code"), [(True, 0), (False, 143)])
-def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, is_ctrl_c: bool,
-                                                code: int) -> None:
+def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, is_ctrl_c: bool, code: int) -> None:
     """After Ctrl-C and SIGTERM the terminal echoes again and shows its cursor."""
     write(tmp_path, log())
     terminal = Terminal(tmp_path)
@@ -260,7 +260,3 @@ def test_the_command_that_is_shown_costs_a_real_run_nothing_but_the_worker(
             assert main(["verify", far]) == 0
     except s3_servers.Unavailable as error:
         pytest.skip(f"The run itself is as it should be. {error}")
-
-
-def write(folder: Path, events: list[dict[str, Any]]) -> None:
-    (folder / "events.jsonl").write_text("".join(json.dumps(it) + "\n" for it in events))

@@ -263,8 +263,7 @@ def test_catches_a_step_line_that_is_not_there_in_any_history() -> None:
     """A line may be absent only where a repeated line has the same values."""
     for seed in range(20):
         events = any_story(random.Random(seed)).finish()
-        steps = [at for at, event in enumerate(events)
-                 if event["event"] == "worker.step_committed"]
+        steps = [at for at, event in enumerate(events) if event["event"] == "worker.step_committed"]
         for here, following in zip(steps, steps[1:], strict=False):
             if events[following]["step"] == events[here]["step"] + 1 and not events[here].get(
                     "repeated"):

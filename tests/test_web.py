@@ -26,8 +26,7 @@ from browser import chromium, prepare
 from cluster import Cluster
 from PIL import Image
 from s3_servers import Unavailable
-from test_accounts import STORY
-from test_report import event, generation, step, write
+from stories import STORY, event, generation, step, write
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
@@ -135,7 +134,6 @@ def test_a_log_that_cannot_be_read_is_an_answer_with_the_reason(tmp_path: Path) 
 def test_several_runs_have_a_page_each_and_a_table_of_all(tmp_path: Path) -> None:
     """The table has the cost so far, and where a host has no price, its run's page names it."""
     for name, story in (("one", STORY), ("two 2", STORY[:12]), ("new", [])):
-        (tmp_path / name).mkdir()
         write(tmp_path / name, story)
     prices = Prices(hosts={name: Price(spot=36.0, on_demand=50.0) for name in "acd"})
     folders = [tmp_path / name for name in ("one", "two 2", "new")]
@@ -362,7 +360,6 @@ def test_a_page_follows_a_server_that_is_started_again(tmp_path: Path, browser: 
     the log cannot be read, the server shows other runs, or there is none: the page says so."""
     one, two = tmp_path / "one", tmp_path / "two"
     for folder, story in ((one, STORY), (two, STORY[:12])):
-        folder.mkdir()
         write(folder, [item | {"run": folder.name} for item in story])
     shown = page_in(browser, 400, "light")
     with served(one) as server:

@@ -35,13 +35,7 @@ from elastic_trainer.events.event_kind import Level
 from elastic_trainer.events.event_table import KINDS
 from elastic_trainer.events.log_shipper import LogShipper
 from elastic_trainer.events.schema import MAX_LINE_BYTES, parse
-from elastic_trainer.events.segments import (
-    EVENTS_FILE,
-    SEGMENT_BYTES,
-    Reader,
-    seal,
-    segments,
-)
+from elastic_trainer.events.segments import EVENTS_FILE, SEGMENT_BYTES, Reader, seal, segments
 from elastic_trainer.events.trace import Trace
 from elastic_trainer.host.modes import make_folder, private
 from elastic_trainer.wire.redact import may_have_secrets, redacted_value

@@ -69,8 +69,7 @@ class LogShipper:
     def __init__(self, launch: Launch):
         assert launch.driver is not None
         self.patience_s = launch.limits.driver_lost_s
-        self._client = DriverClient(launch.driver, launch.worker, launch.key,
-                                    self.patience_s / 2)
+        self._client = DriverClient(launch.driver, launch.worker, launch.key, self.patience_s / 2)
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, str]] = deque()
         self._name, self._number = secrets.token_hex(8), 0  # restarted in place: another name

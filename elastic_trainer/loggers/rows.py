@@ -18,14 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.loggers.row import (
-    AFTER_STEP,
-    Logger,
-    Row,
-    Run,
-    numbers_of,
-    values_of_step,
-)
+from elastic_trainer.loggers.row import AFTER_STEP, Logger, Row, Run, numbers_of, values_of_step
 from elastic_trainer.loggers.writer import Emit, Writer
 
 MOST_KEPT = 1024

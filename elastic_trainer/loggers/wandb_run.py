@@ -104,18 +104,18 @@ class WandB:
 def last_step(folder: Path, run_id: str) -> int:
     """Return the last step of which a file of the run has a row; -1: none. Disk: all its files."""
     files = folder.glob(f"wandb/*run-*-{run_id}/run-{run_id}.wandb")
-    return max((record.history.step.num for file in files for record in _records_of(file)
+    return max((record.history.step.num for file in files for record in records_of(file)
                 if record.HasField("history")), default=-1)
 
 
 def _is_whole(file: Path, sent: int) -> bool:
     """True if a file has the record of its run's end, and the last row sent, in any order."""
-    records = list(_records_of(file))
+    records = list(records_of(file))
     rows = [record.history.step.num for record in records if record.HasField("history")]
     return any(record.HasField("exit") for record in records) and max(rows, default=-1) >= sent
 
 
-def _records_of(file: Path) -> Iterator[Any]:
+def records_of(file: Path) -> Iterator[Any]:
     """Yield the records of a file, up to a torn end."""
     from wandb.proto import wandb_internal_pb2  # here: it is an optional package
 

@@ -31,14 +31,7 @@ from typing import Any, Protocol
 from elastic_trainer.events.schema import parse
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.host.priority import LESS, yield_processor
-from elastic_trainer.loggers.row import (
-    AFTER_STEP,
-    Logger,
-    Row,
-    Run,
-    numbers_of,
-    values_of_step,
-)
+from elastic_trainer.loggers.row import AFTER_STEP, Logger, Row, Run, numbers_of, values_of_step
 from elastic_trainer.wire.redact import redacted
 
 MOST_ROWS = 4096

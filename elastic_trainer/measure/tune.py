@@ -179,8 +179,7 @@ def show(trials: Sequence[Trial], candidates: Sequence[int], workers: int, limit
     for number in reversed(candidates):
         needed = predicted(trials, number)
         if number not in tried and number < min(tried) and needed > limit:
-            rows.append((str(number), "", "-", "-", "about " + gibibytes(needed), "-",
-                         "not tried"))
+            rows.append((str(number), "", "-", "-", "about " + gibibytes(needed), "-", "not tried"))
     print_table(Table(heads, rows, "one worker, one global batch"), numbers=heads[:-1])
     best = best_of(trials, workers)
     if best is None:

@@ -65,8 +65,7 @@ class Pricing(Protocol):
         """Why prices are not known or old; "" if they are as they should be."""
         ...
 
-    def find(self, host: str, kind: str, zone: str = "", lifecycle: str = ""
-             ) -> Price | None:
+    def find(self, host: str, kind: str, zone: str = "", lifecycle: str = "") -> Price | None:
         """Return the price of a host of a type ("": unknown); None if there is none."""
         ...
 
@@ -85,8 +84,7 @@ class Prices(BaseModel):
     types: dict[str, Price] = {}
     default: Price | None = None
 
-    def find(self, host: str, kind: str, zone: str = "", lifecycle: str = ""
-             ) -> Price | None:
+    def find(self, host: str, kind: str, zone: str = "", lifecycle: str = "") -> Price | None:
         """Return the price of a host of a type ("": unknown); None if there is none."""
         return self.hosts.get(host) or self.types.get(kind) or self.default
 

@@ -96,8 +96,7 @@ def draw(run: Run, periods: Sequence[Period]) -> Chart:
         _draw_marks(chart, axis, groups)
     with chart.group("checkpoints"):
         _draw_checkpoints(chart, axis, [it.time for it in run.checkpoints])
-    marks = {group[0].mark for group in groups} | (
-        {Mark.CHECKPOINT} if run.checkpoints else set())
+    marks = {group[0].mark for group in groups} | ({Mark.CHECKPOINT} if run.checkpoints else set())
     phases = {phase.value for phase, _, _ in periods}
     chart.legends.append(("", [
         *(Key(mark.value, f"mark {SHAPES[mark][0]}", SHAPES[mark][1])

@@ -331,8 +331,7 @@ def steps_of(run: Run, at_most: int) -> Iterator[Slice]:
                          "loss": steps.losses[high - 1] if steps.counts_samples else None})
 
 
-def _write_hosts(trace: TraceFile, run: Run,
-                 spans: Mapping[tuple[str, str], list[Slice]]) -> None:
+def _write_hosts(trace: TraceFile, run: Run, spans: Mapping[tuple[str, str], list[Slice]]) -> None:
     """Write the rows of hosts, of their workers, and of the workers' timelines."""
     marks, workers = defaultdict[str, list[Telling]](list), defaultdict[str, list[str]](list)
     for told in run.told.first:
@@ -366,8 +365,7 @@ def _slices(run: Run, lane: Lane) -> Iterator[Slice]:
             yield Slice(nanoseconds(start), nanoseconds(max(start, end)), state, facts)
 
 
-def spans_of(events: Iterable[Mapping[str, Any]],
-             every: int) -> dict[tuple[str, str], list[Slice]]:
+def spans_of(events: Iterable[Mapping[str, Any]], every: int) -> dict[tuple[str, str], list[Slice]]:
     """Return the spans by worker and row: those of each `every`-th step, and those of no step."""
     found: dict[tuple[str, str], list[Slice]] = defaultdict(list)
     names: dict[int, str] = {}

@@ -137,8 +137,7 @@ def line_of(told: Telling) -> str:
 def _job(job: Event) -> dict[str, Any]:
     keys = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps")
     try:
-        schedule = Schedule(**{key: job[key] for key in keys},
-                            drop_last=bool(job.get("drop_last")))
+        schedule = Schedule(**{key: job[key] for key in keys}, drop_last=bool(job.get("drop_last")))
     except (ConfigError, LookupError):
         return {}
     return {"steps_due": schedule.steps, "global_batch": int(job["global_batch"]),

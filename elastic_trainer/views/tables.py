@@ -73,8 +73,7 @@ def print_table(table: Table, numbers: Collection[str] = (), console: Console | 
 
 
 def markdown(table: Table) -> str:
-    return "\n".join([_line(table.heads), "|---" * len(table.heads) + "|",
-                      *map(_line, table.rows)])
+    return "\n".join([_line(table.heads), "|---" * len(table.heads) + "|", *map(_line, table.rows)])
 
 
 def _line(cells: Sequence[str]) -> str:
