@@ -26,6 +26,7 @@ from elastic_trainer.driver.membership import Membership
 from elastic_trainer.driver.past import COUNTED_BY, Follower
 from elastic_trainer.driver.progress import LOG_EVERY_S, Reached, of_most
 from elastic_trainer.driver.roster import Phase, Worker
+from elastic_trainer.events.event_table import KINDS
 from elastic_trainer.events.log import Events, newest_attempt, read_events
 from elastic_trainer.events.log_shipper import (
     BURST_S,
@@ -37,7 +38,14 @@ from elastic_trainer.events.log_shipper import (
     TooEarly,
 )
 from elastic_trainer.events.run import Run
-from elastic_trainer.events.schema import MAX_LINE_BYTES, MAX_NAME, flaw, flaw_of_message, parse
+from elastic_trainer.events.schema import (
+    MAX_LINE_BYTES,
+    MAX_NAME,
+    fields_of,
+    flaw,
+    flaw_of_message,
+    parse,
+)
 from elastic_trainer.events.segments import LONGEST_LINE_BYTES, Reader
 from elastic_trainer.events.summary import summarize, summarize_log, write_result
 from elastic_trainer.schedule.schedule import MAX_DATASET_SIZE, MAX_GLOBAL_BATCH, Schedule
@@ -51,17 +59,20 @@ from elastic_trainer.wire.seal import SIGNATURE, Kind, seal, worker_key
 
 Event = dict[str, Any]
 KEY = b"the key of this run"
+COMMITTED = {"time": 1.5, "event": "worker.step_committed", "worker": "a/0/1", "attempt": 1,
+             "step": 0, "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss": 0.5}
 NO_STEP = {"time": 1.0, "event": "state.checkpoint_published", "attempt": 1}
+STARTED = {"time": 1.0, "event": "driver.worker_started", "worker": "a/0/1", "attempt": 1, "pid": 1,
+           "host": "a"}
 MALFORMED = {
     "no step": json.dumps(NO_STEP),
     "a step that is a text": json.dumps(NO_STEP | {"step": "12"}),
     "a step that is not whole": json.dumps(NO_STEP | {"step": 1.5}),
     "a step that is too large for 64 bits": json.dumps(NO_STEP | {"step": 10**30}),
     "a step that is infinite": json.dumps(NO_STEP | {"step": float("inf")}),
-    "a step of ten thousand digits": json.dumps(NO_STEP).replace("}",
-                                                                 f', "step": {"9" * 10_000}}}'),
-    "a committed step without its "
-    "samples": '{"time": 1.0, "event": "worker.step_committed", "attempt": 1, "step": 3}',
+    "a step of ten thousand digits": json.dumps(NO_STEP)[:-1] + f', "step": {"9" * 10_000}}}',
+    "a committed step without its samples": json.dumps(
+        {"time": 1.0, "event": "worker.step_committed", "attempt": 1, "step": 3}),
     "a time that is a text": json.dumps(NO_STEP | {"step": 1, "time": "now"}),
     "a time after the last day": json.dumps(NO_STEP | {"step": 1, "time": 1e300}),
     "a time that is none": json.dumps(NO_STEP | {"step": 1, "time": float("nan")}),
@@ -71,17 +82,11 @@ MALFORMED = {
         {"time": 1.0, "event": "worker.left", "attempt": 10**12}),
     "a name that is a number": '{"time": 1.0, "event": 7}',
     "lists in lists": "[" * 200_000 + "]" * 200_000,
-    "lists in lists of an event": '{"time": 1.0, "event": "worker.left", "x": ' + "[" * 100_000 +
-    "]" * 100_000 + "}",
+    "lists in lists of an event": '{"time": 1.0, "event": "worker.left", "x": ' + (
+        "[" * 100_000 + "]" * 100_000 + "}"),
     "no text": b"\xff\xfe\x00".decode("latin-1"),
-    "a host that is an option of ssh": json.dumps({
-        "time": 1.0, "event": "driver.worker_started", "worker": "a/0/1", "attempt": 1, "pid": 1,
-        "host": "-oProxyCommand=id"
-    }),
-    "a process id that means all processes": json.dumps({
-        "time": 1.0, "event": "driver.worker_started", "pid": -1, "worker": "a/0/1", "attempt": 1,
-        "host": "a"
-    }),
+    "a host that is an option of ssh": json.dumps(STARTED | {"host": "-oProxyCommand=id"}),
+    "a process id that means all processes": json.dumps(STARTED | {"pid": -1}),
 }
 
 
@@ -138,25 +143,13 @@ def test_the_event_that_is_glued_to_a_torn_line_is_read(tmp_path: Path) -> None:
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(-2, 60) | st.floats()
-    | st.text(max_size=8)
-    | st.sampled_from(
+    | st.text(max_size=8) | st.sampled_from(
         [10**400, 2**63, -(2**63), 1e308, "finished", "memory", "a", "\x1b[31m", "[/x]"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.text(max_size=4), inner, max_size=3),
-    max_leaves=5)
-NAMES = sorted(
-    {e["event"]
-     for e in eventful()} | {
-         "driver.host_added", "driver.worker_started", "driver.worker_ready",
-         "driver.worker_evicted", "driver.step_reached", "driver.clock_differs",
-         "worker.pause_ended", "worker.steps_slower", "state.checkpoint_failed", "standby.booted"
-     })
-FIELDS = sorted({key
-                 for e in eventful()
-                 for key in e} | {
-                     "worker", "pid", "host", "slots", "boot_s", "duration_s", "over_ssh", "steps",
-                     "checkpoint", "off_s", "error"
-                 })
+        st.text(max_size=4), inner, max_size=3), max_leaves=5)
+NAMES = sorted(KINDS)
+FIELDS = sorted({field.name for kind in KINDS.values() for field in fields_of(kind).values()
+                 if field.is_read} | {"off_s", "error", "reason", "hosts"})
 
 
 @st.composite
@@ -205,13 +198,9 @@ def test_no_reader_fails_whatever_the_log_holds(lines: list[str]) -> None:
 def test_the_supervisor_believes_driver_and_supervisor_only() -> None:
     """A worker that claims steps, checkpoints, attempts and deaths changes nothing."""
     events = [e | COUNTED_BY if e["event"] == "attempt.started" else e for e in eventful()]
-    lies = [
-        {"time": 9e8 * number, "attempt": 7, "worker": "a/0/1"} | lie for number, lie in enumerate(
-            [{"event": "state.checkpoint_published", "step": 10**15}, {"event": "worker.left"}, {
-                "event": "worker.step_committed", "step": 10**15, "generation": 1, "size": 1,
-                "samples": 1, "digest": 1, "loss": 0.0
-            }])
-    ]
+    lies = [COMMITTED | {"time": 9e8 * number, "attempt": 7, "event": name, "step": 10**15}
+            for number, name in enumerate(
+                ("state.checkpoint_published", "worker.left", "worker.step_committed"))]
     assert [flaw(lie) for lie in lies] == [""] * 3
     assert past_of([*events, *lies]) == past_of(events)
 
@@ -225,30 +214,22 @@ def test_the_supervisor_reads_the_log_of_an_older_version() -> None:
     committed = [e["step"] for e in events if e["event"] == "worker.step_committed"]
     assert (past.newest_checkpoint, past.newest_step) == (max(published), max(committed) + 1)
     assert past.trained == sorted(
-        {e["attempt"]
-         for e in events if e["event"] == "worker.step_committed"})
+        {e["attempt"] for e in events if e["event"] == "worker.step_committed"})
     started = {"time": 5000.0, "event": "attempt.started", "attempt": past.attempt + 1} | COUNTED_BY
-    late = {
-        "time": 5001.0, "event": "state.checkpoint_published", "attempt": past.attempt,
-        "step": 10**9
-    }
-    reached = {
-        "time": 5002.0, "event": "driver.step_reached", "attempt": past.attempt + 1, "steps": 99,
-        "checkpoint": 0
-    }
+    late = NO_STEP | {"time": 5001.0, "attempt": past.attempt, "step": 10**9}
+    reached = {"time": 5002.0, "event": "driver.step_reached", "attempt": past.attempt + 1,
+               "steps": 99, "checkpoint": 0}
     longer = past_of([*events, started, late, late | {"attempt": past.attempt + 1}, reached])
     assert (longer.newest_checkpoint, longer.newest_step) == (max(published), 99)
 
 
 def test_the_driver_reports_to_the_supervisor_how_far_the_run_has_come() -> None:
     """Also after attempts that dropped steps: the furthest counts."""
-    reached = [{
-        "time": 1.0, "event": "driver.step_reached", "attempt": attempt, "steps": steps,
-        "checkpoint": checkpoint
-    } for attempt, steps, checkpoint in ((1, 50, 40), (2, 45, 45), (3, 0, 0))]
-    past = past_of(reached)
-    assert (past.newest_step, past.newest_checkpoint, past.trained, past.attempt) == (50, 45,
-                                                                                      [1, 2], 3)
+    past = past_of({"time": 1.0, "event": "driver.step_reached", "attempt": attempt, "steps": steps,
+                    "checkpoint": checkpoint}
+                   for attempt, steps, checkpoint in ((1, 50, 40), (2, 45, 45), (3, 0, 0)))
+    assert (past.newest_step, past.newest_checkpoint) == (50, 45)
+    assert (past.trained, past.attempt) == ([1, 2], 3)
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=9), st.integers(0, 10**18),
@@ -285,14 +266,8 @@ def test_reports_of_dead_workers_count_when_all_are_dead() -> None:
     """The newest step that most have finished does not depend on who lives on."""
     members = Membership(first_workers=1, min_workers=1, max_workers=None)
     for number, (step, published) in enumerate([(7, 5), (8, 5), (10**12, 10**12)]):
-        members.workers[f"w{number}"] = Worker(f"w{number}",
-                                               "a",
-                                               number,
-                                               0.0,
-                                               0.0,
-                                               phase=Phase.TRAINING,
-                                               step=step,
-                                               published=published)
+        members.workers[f"w{number}"] = Worker(f"w{number}", "a", number, 0.0, 0.0, step=step,
+                                               phase=Phase.TRAINING, published=published)
     members.roster.members = ("w0", "w1", "w2")
     assert members.reached() == (8, 5)
     for worker in members.workers.values():
@@ -302,18 +277,20 @@ def test_reports_of_dead_workers_count_when_all_are_dead() -> None:
 
 # --- what arrives at the driver -------------------------------------------------------------------
 
-COMMITTED = {
-    "time": 1.5, "event": "worker.step_committed", "worker": "a/0/1", "attempt": 1, "step": 0,
-    "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss": 0.5
-}
 MESSAGE = {
     "worker": "a/0/1", "count": 1, "pid": 2, "time": 1.0, "meets_at_once": True, "saves": False,
     "published": -1, "phase": "training", "generation": 1, "accepted": 0, "holds_state": True,
     "drains": False, "step": 3, "probe_port": 9, "unreachable": None, "hold_s": 0.25, "seen": "",
-    "arithmetic": {
-        "program": 1, "inputs": 2, "result": 3, "facts": {"torch": "2"}, "is_exact": True
-    }
-}
+    "arithmetic": {"program": 1, "inputs": 2, "result": 3, "facts": {"torch": "2"},
+                   "is_exact": True}}
+
+
+def driver_of(worker: Worker, events: Events | None = None) -> MendedDriver:
+    """Return a driver that knows one worker."""
+    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
+    driver = MendedDriver(numbers, {}, [], events or Events(None))
+    driver.membership.workers[worker.name] = worker
+    return driver
 
 
 def carried(handler: LineHandler, number: int, line: str, shipper: str = "x",
@@ -322,10 +299,8 @@ def carried(handler: LineHandler, number: int, line: str, shipper: str = "x",
 
 
 @pytest.mark.parametrize("line", [
-    *MALFORMED.values(),
-    json.dumps(COMMITTED | {"x": "y" * MAX_LINE_BYTES}),
-    json.dumps(COMMITTED | {"x": "ä"}, ensure_ascii=False)
-])
+    *MALFORMED.values(), json.dumps(COMMITTED | {"x": "y" * MAX_LINE_BYTES}),
+    json.dumps(COMMITTED | {"x": "ä"}, ensure_ascii=False)])
 def test_the_driver_writes_no_malformed_event(line: str) -> None:
     """It is refused with a sentence that says nothing of the value."""
     lines: list[str] = []
@@ -358,8 +333,8 @@ def test_a_worker_cannot_fill_the_disk_of_the_driver() -> None:
     line = json.dumps(COMMITTED)
     assert flood(line, 60) <= (60 + BURST_S) * LINES_PER_S + 1
     now[0] += 1000.0
-    assert flood(json.dumps(COMMITTED | {"x": "y" * 100_000}),
-                 60) * 100_000 <= (60 + BURST_S) * BYTES_PER_S + 100_500
+    long = json.dumps(COMMITTED | {"x": "y" * 100_000})
+    assert flood(long, 60) * 100_000 <= (60 + BURST_S) * BYTES_PER_S + 100_500
     carried(handler, 1, line.replace("a/0/1", "b/0/1"), worker="b/0/1")
     assert "b/0/1" in lines[-1]
 
@@ -379,14 +354,12 @@ def test_the_driver_remembers_few_shippers_of_a_worker() -> None:
 
 def test_a_valid_message_is_accepted() -> None:
     """As our_driver.py sends them, and those of older workers."""
-    assert flaw_of_message(MESSAGE) == ""
-    assert flaw_of_message(
-        {"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0}) == ""
-    assert flaw_of_message(
-        MESSAGE
-        | {"machine": {"step": -1, "microbatch": -1, "kind": "EIO", "text": "…"},
-           "error": ""}) == ""
-    assert flaw_of_message({"worker": "a/0/1", "shipper": "x", "number": 1, "line": "{}"}) == ""
+    for message in (
+            MESSAGE, {"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0},
+            MESSAGE | {"machine": {"step": -1, "microbatch": -1, "kind": "EIO", "text": "…"},
+                       "error": ""},
+            {"worker": "a/0/1", "shipper": "x", "number": 1, "line": "{}"}):
+        assert flaw_of_message(message) == ""
 
 
 @pytest.mark.parametrize(
@@ -403,16 +376,8 @@ def test_a_valid_message_is_accepted() -> None:
 def test_a_malformed_message_changes_nothing_at_the_driver(field: str, value: Any) -> None:
     """The driver decides on workers' reports: a text where a number belongs would end the
     attempt."""
-    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
-    driver = MendedDriver(numbers, {}, [], Events(None))
+    driver = driver_of(Worker("a/0/1", "a", 0, 0.0, 0.0, phase=Phase.TRAINING, generation=1))
     driver.membership.hosts_listed({"a": 1})
-    driver.membership.workers["a/0/1"] = Worker("a/0/1",
-                                                "a",
-                                                0,
-                                                0.0,
-                                                0.0,
-                                                phase=Phase.TRAINING,
-                                                generation=1)
     driver.membership.roster.members = ("a/0/1",)
     before = repr(vars(driver.membership.workers["a/0/1"]))
     with pytest.raises(MessageRefused, match="a malformed message"):
@@ -426,12 +391,10 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
         capsys: pytest.CaptureFixture[str]) -> None:
     """The driver says why, the shipper says it on stderr and goes on; a line that is too early is
     sent again."""
-    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
     lines, logged = list[str](), list[tuple[str, Event]]()
     events = Events(None, attempt=1)
     events.listeners.append(lambda event, facts: logged.append((event, facts)))
-    driver = MendedDriver(numbers, {}, [], events)
-    driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0)
+    driver = driver_of(Worker("a/0/1", "a", 0, 0.0, 0.0), events)
     driver.messages.lines, early = LineHandler(lines.append, attempt=1), [True, False, False]
     take = driver.messages.lines.take
 
@@ -443,11 +406,9 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
     driver.messages.lines.take = too_early_at_first  # type: ignore[method-assign]
     server = MessageServer("127.0.0.1", KEY, driver.messages.take, lambda *_: None)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    shipper = LogShipper(
-        Launch(driver=f"127.0.0.1:{server.address[1]}",
-               key=worker_key(KEY, "a/0/1"),
-               worker="a/0/1",
-               limits=Limits(driver_lost_s=60.0)))
+    shipper = LogShipper(Launch(
+        driver=f"127.0.0.1:{server.address[1]}", key=worker_key(KEY, "a/0/1"), worker="a/0/1",
+        limits=Limits(driver_lost_s=60.0)))
     shipper.take(json.dumps(COMMITTED | {"step": "one"}))
     shipper.take(json.dumps(COMMITTED))
     assert shipper.flush()
@@ -462,21 +423,16 @@ HEALTH = {"state": "ready", "why": "", "deadline": None, "for_good": False, "lif
           "rebalance": False, "refused": 0, "workers": [{"doing": "step 7"}], "standby": 0}
 
 
-@pytest.mark.parametrize(("field", "value"), [("deadline", "soon"), ("deadline", float("inf")),
-                                              ("deadline", [1]), ("refused", float("inf")),
-                                              ("refused", "many"), ("workers", 7),
-                                              ("workers", [{}]), ("workers", ["step 7"]),
-                                              ("time", "now"), ("time", None), ("standby", {}),
-                                              ("state", None)])
+@pytest.mark.parametrize(("field", "value"), [
+    ("deadline", "soon"), ("deadline", float("inf")), ("deadline", [1]), ("refused", float("inf")),
+    ("refused", "many"), ("workers", 7), ("workers", [{}]), ("workers", ["step 7"]),
+    ("time", "now"), ("time", None), ("standby", {}), ("state", None)])
 def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any,
                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     """The poller decides by the deadline, and `hosts` shows it; a long reason is cut."""
     # Now: an agent whose clock is a minute off is refused for that.
     well = HEALTH | {"time": time.time()}
-    says = well | {field: value} if field != "state" else {
-        k: v
-        for k, v in well.items() if k != "state"
-    }
+    says = {k: v for k, v in (well | {field: value}).items() if k != "state" or v}
 
     def get(address: str, key: bytes, nonce: str,
             timeout_s: float) -> tuple[int, dict[str, str], bytes]:
@@ -487,8 +443,8 @@ def test_an_agents_malformed_answer_is_no_answer(field: str, value: Any,
     with pytest.raises(client.AgentUnreachable):
         client.ask("a:1", KEY, 1.0)
     says = well | {"why": "x" * 50_000, "deadline": 1.9e9}
-    assert client.ask("a:1", KEY, 1.0).deadline == 1.9e9 and len(client.ask(
-        "a:1", KEY, 1.0).why) == client.MAX_TEXT
+    health = client.ask("a:1", KEY, 1.0)
+    assert health.deadline == 1.9e9 and len(health.why) == client.MAX_TEXT
 
 
 # --- what we write ourselves ----------------------------------------------------------------------
@@ -501,17 +457,13 @@ def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path,
     events, heard = Events(tmp_path), list[Event]()
     events.listeners.append(lambda event, facts: heard.append(facts))
     samples, error = [[*range(300_000)]], "ä" * 200_000 + "the end"
-    events.emit("worker.loss_not_finite",
-                attempt=1,
-                step=7,
-                samples=samples,
-                microbatches=[*range(300_000)],
-                error=error)
+    events.emit("worker.loss_not_finite", attempt=1, step=7, samples=samples, error=error,
+                microbatches=[*range(300_000)])
     [line] = Reader(tmp_path).lines()
     logged = parse(line)
     assert len(line) <= MAX_LINE_BYTES and logged and logged["shortened"] is True
-    assert logged["step"] == 7 and logged["microbatches"] == [*range(100)
-                                                    ] and logged["error"].endswith("the end")
+    assert logged["step"] == 7 and logged["microbatches"] == [*range(100)]
+    assert logged["error"].endswith("the end")
     assert heard[0]["samples"] is samples and heard[0]["error"] is error
 
 
@@ -519,9 +471,7 @@ def test_an_event_of_many_long_values_is_shortened_until_it_fits(tmp_path: Path,
                                                                  made_up_events: None) -> None:
     """Also a hundred tracebacks of characters that JSON writes as twelve."""
     events = Events(tmp_path)
-    events.emit("worker.failed",
-                **{f"error_{number}": "\U0001f600" * 50_000
-                   for number in range(100)})
+    events.emit("worker.failed", **{f"error_{n}": "\U0001f600" * 50_000 for n in range(100)})
     [line] = Reader(tmp_path).lines()
     assert len(line) <= MAX_LINE_BYTES and parse(line)
 
@@ -536,11 +486,10 @@ def test_a_line_of_an_event_fits_into_a_message_to_the_driver() -> None:
 
 def test_the_largest_honest_values_are_no_flaw() -> None:
     """A seed of 64 bits, a batch of the largest size, a loss that is NaN."""
-    job = {
-        "time": 1.7e9, "event": "job.described", "attempt": 1, "dataset_size": MAX_DATASET_SIZE,
-        "steps": 2**48, "global_batch": MAX_GLOBAL_BATCH, "microbatches": MAX_GLOBAL_BATCH,
-        "seed": 2**64 - 1, "epochs": None, "max_steps": None, "reduce": "exact", "drop_last": False
-    }
+    job = {"time": 1.7e9, "event": "job.described", "attempt": 1, "steps": 2**48, "epochs": None,
+           "dataset_size": MAX_DATASET_SIZE, "global_batch": MAX_GLOBAL_BATCH, "reduce": "exact",
+           "microbatches": MAX_GLOBAL_BATCH, "seed": 2**64 - 1, "max_steps": None,
+           "drop_last": False}
     assert flaw(job) == ""
     schedule = Schedule(dataset_size=MAX_DATASET_SIZE, global_batch=2**16, microbatches=1,
                         seed=2**64 - 1)
