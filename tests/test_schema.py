@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 from folds import status_of
 
-from elastic_trainer.events.event_kind import EventKind, Level, Phase
+from elastic_trainer.events.event_kind import EventKind, Field, Level, Phase
 from elastic_trainer.events.event_table import COMMON, GROUPS, KINDS
-from elastic_trainer.events.fields import Field
 from elastic_trainer.events.log import Events, read_events
 from elastic_trainer.events.run import Run
 from elastic_trainer.events.schema import REQUIRED, fields_of, flaw, misfit, parse_object

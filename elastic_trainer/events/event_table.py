@@ -16,8 +16,7 @@ To add an event: emit it with a literal name, declare it here or in fleet_events
 from __future__ import annotations
 
 from elastic_trainer.events import sentences
-from elastic_trainer.events.event_kind import EventKind, Level, Phase
-from elastic_trainer.events.fields import (
+from elastic_trainer.events.event_kind import (
     ANY,
     ATTEMPT,
     BYTES,
@@ -36,6 +35,9 @@ from elastic_trainer.events.fields import (
     TIME,
     WHOLE,
     WHOLE_OR_MINUS_ONE,
+    EventKind,
+    Level,
+    Phase,
     has,
     may_have,
     may_read,

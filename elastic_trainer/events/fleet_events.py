@@ -10,8 +10,7 @@ unsaved. After the verdict failed another attempt follows, or run.given_up or ru
 from __future__ import annotations
 
 from elastic_trainer.events import sentences
-from elastic_trainer.events.event_kind import EventKind, Level, Phase
-from elastic_trainer.events.fields import (
+from elastic_trainer.events.event_kind import (
     ATTEMPT,
     EXIT_CODE,
     FLAG,
@@ -28,6 +27,9 @@ from elastic_trainer.events.fields import (
     TEXT,
     WHOLE,
     WHOLE_OR_MINUS_ONE,
+    EventKind,
+    Level,
+    Phase,
     has,
     may_have,
     may_read,

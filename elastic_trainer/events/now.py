@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.events.fields import (
+from elastic_trainer.events.event_kind import (
     FLAG,
     LIST,
     NAME,

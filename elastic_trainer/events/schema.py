@@ -20,9 +20,7 @@ from typing import Any
 
 import orjson
 
-from elastic_trainer.events.event_kind import EventKind
-from elastic_trainer.events.event_table import COMMON, KINDS
-from elastic_trainer.events.fields import (
+from elastic_trainer.events.event_kind import (
     FLAG,
     MAX_ERROR,
     MAX_NAME,
@@ -37,6 +35,7 @@ from elastic_trainer.events.fields import (
     WHOLE,
     WHOLE_OR_MINUS_ONE,
     Check,
+    EventKind,
     Field,
     Kind,
     checked,
@@ -45,6 +44,7 @@ from elastic_trainer.events.fields import (
     one_of,
     reads,
 )
+from elastic_trainer.events.event_table import COMMON, KINDS
 from elastic_trainer.renamed import FIELDS, present
 from elastic_trainer.wire.proof import Proof
 

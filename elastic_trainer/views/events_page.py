@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from elastic_trainer.events.event_kind import EventKind, Phase
+from elastic_trainer.events.event_kind import EventKind, Field, Phase
 from elastic_trainer.events.event_table import COMMON, GROUPS
-from elastic_trainer.events.fields import Field
 from elastic_trainer.events.sentences import ENDINGS
 
 _HEAD = """# Events
