@@ -39,7 +39,9 @@ ACCOUNTS = {Phase.BOOTING: Account.BOOTING, Phase.TRAINING: Account.IDLE,
 PARTS = dict(zip(PAUSE_PARTS, (Account.NOTICING, Account.FORMING, Account.FORMING,
                                Account.TRANSFER), strict=False))
 """The account of each part of a pause. The rest is the step, which is done again."""
-
+DOES = {"driver.worker_started": "booting", "driver.worker_ready": "ready",
+        "driver.worker_gone": ""}
+"""What a worker does from an event on; "": it is gone."""
 
 
 class Pause(NamedTuple):
@@ -102,32 +104,26 @@ class Host:
     """The workers of one host, and their seconds booting and working (from ready until gone)."""
 
     workers: int = 0
-    booting_s: float = 0.0
-    working_s: float = 0.0
-    booting: dict[str, float] = field(default_factory=dict)  # worker → since
-    working: dict[str, float] = field(default_factory=dict)  # worker → since
+    seconds: Counter[str] = field(default_factory=Counter)
+    """What the workers have done, without what they do now."""
+    doing: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """What each worker does, and since when."""
 
-    def start(self, worker: str, now: float) -> None:
-        self.workers += 1
-        self.booting[worker] = now
-
-    def ready(self, worker: str, now: float) -> None:
-        self._end_boot(worker, now)
-        self.working[worker] = now
-
-    def gone(self, worker: str, now: float) -> None:
-        self._end_boot(worker, now)
-        self.working_s += now - self.working.pop(worker, now)
+    def take(self, worker: str, does: str, now: float) -> None:
+        """Take what a worker does from now on (DOES)."""
+        before, since = self.doing.pop(worker, ("", now))
+        self.seconds[before] += now - since
+        self.workers += does == "booting"
+        if does:
+            self.doing[worker] = does, now
 
     def summary(self, now: float) -> dict[str, Any]:
         """Return the host's part of result.json, with the workers that still boot or work."""
-        booting_s = self.booting_s + sum(now - since for since in self.booting.values())
-        working_s = self.working_s + sum(now - since for since in self.working.values())
-        return {"workers": self.workers, "booting_s": round(booting_s, 3),
-                "working_s": round(working_s, 3)}
-
-    def _end_boot(self, worker: str, now: float) -> None:
-        self.booting_s += now - self.booting.pop(worker, now)
+        spent = Counter(self.seconds)
+        for does, since in self.doing.values():
+            spent[does] += now - since
+        return {"workers": self.workers, "booting_s": round(spent["booting"], 3),
+                "working_s": round(spent["ready"], 3)}
 
 
 @dataclass
@@ -374,21 +370,12 @@ class Accounts:
 
     def _worker(self, event: Event) -> None:
         """Take a worker's start, the end of its boot, or its end."""
-        worker, crew, now = event["worker"], self.crews.of(event), self.now
-        host = self.crews.name_of(worker)
-        match event["event"]:
-            case "driver.worker_started":
-                crew.start(worker, now)
-                self.hosts.start_worker(worker, host, now)
-            case "driver.worker_ready":
-                crew.ready(worker, now)
-                self.hosts.ready_worker(worker, host, now)
-            case _:
-                crew.gone(worker, now)
-                self.hosts.end_worker(worker, host, now)
-                reason = str(event.get("reason"))
-                if reason in ENDINGS and ENDINGS[reason].is_lost:
-                    self.lost[reason] += 1
+        worker, does = event["worker"], DOES[event["event"]]
+        self.crews.of(event).take(worker, does, self.now)
+        self.hosts.take_worker(worker, self.crews.name_of(worker), does, self.now)
+        reason = str(event.get("reason"))
+        if not does and reason in ENDINGS and ENDINGS[reason].is_lost:
+            self.lost[reason] += 1
 
     def _leave_world(self) -> None:
         self._close_pauses()
@@ -422,8 +409,7 @@ _READERS: dict[str, Callable[[Accounts, Event], None]] = {
     "worker.commit_kept": Accounts._commit_kept,
     "worker.pause_ended": Accounts._pause_ended,
     "run.finished": Accounts._run_finished,
-    **dict.fromkeys(("driver.worker_started", "driver.worker_ready", "driver.worker_gone"),
-                    Accounts._worker),
+    **dict.fromkeys(DOES, Accounts._worker),
 }
 
 

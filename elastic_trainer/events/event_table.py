@@ -198,7 +198,7 @@ _WORLD = (
         (*reads(compress=NAME, sent_bytes=BYTES, uncompressed_bytes=BYTES, relative_error=NUMBER),
          *has(step=STEP))),
     EventKind("worker.commit_kept", DETAIL, "A script in Horovod's own style has committed.",
-              (*_STEP, *has(commit_s=SECONDS)), closes=Phase.TRAINING),
+              (*_STEP, *reads(commit_s=SECONDS)), closes=Phase.TRAINING),
     EventKind("worker.evaluated", INFO,
         "An evaluation after a step is finished. A metric that is not a "
         "number is null.",

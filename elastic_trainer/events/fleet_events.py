@@ -86,7 +86,8 @@ HOSTS_AND_WORKERS = (
     EventKind("driver.host_added", INFO,
         "The discovery lists a host.", reads(host=HOST, slots=WHOLE),
         "host {host} joins the list with {slots:#slot}"),
-    EventKind("driver.host_removed", INFO, "The discovery no longer lists a host.", has(host=NAME),
+    EventKind("driver.host_removed", INFO, "The discovery no longer lists a host.",
+        reads(host=NAME),
         "host {host} leaves the list"),
     EventKind("driver.worker_started", INFO,
         "The driver has started a worker. Over ssh `pid` is that of the ssh process.",
@@ -179,7 +180,8 @@ STALLS = (
 )
 
 _HOST_OF_CLOUD = has(host=NAME, id=NAME, why=TEXT)
-_MACHINE = may_read(type=NAME, zone=NAME, lifecycle=NAME)
+_LISTED = (*reads(host=NAME), *has(id=NAME, why=TEXT),
+           *may_read(type=NAME, zone=NAME, lifecycle=NAME))
 
 STANDBYS = (
     EventKind("standby.booted", INFO,
@@ -197,10 +199,10 @@ STANDBYS = (
 )
 
 DISCOVERY = (
-    EventKind("discovery.host_in", INFO, "The poller lists a host.", (*_HOST_OF_CLOUD, *_MACHINE),
+    EventKind("discovery.host_in", INFO, "The poller lists a host.", _LISTED,
         "the poller lists host {host}"),
     EventKind("discovery.host_out", INFO, "The poller no longer lists a host.",
-        (*_HOST_OF_CLOUD, *_MACHINE),
+        _LISTED,
         "the poller no longer lists host {host}: {why}"),
     EventKind("discovery.host_gone", INFO, "An unlisted host no longer exists.", _HOST_OF_CLOUD,
         "host {host} is gone: {why}"),

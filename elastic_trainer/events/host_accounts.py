@@ -215,18 +215,12 @@ class HostAccounts:
         more, crew.slots, crew.is_doubtful = slots - crew.slots, slots, False
         self._change(host, now, more)
 
-    def start_worker(self, worker: str, host: str, now: float) -> None:
-        self.crews[host].booting.add(worker)
-        self._change(host, now)
-
-    def ready_worker(self, worker: str, host: str, now: float) -> None:
+    def take_worker(self, worker: str, host: str, does: str, now: float) -> None:
+        """Take what a worker does from now on: "booting", "ready", or nothing, as it is gone."""
         crew = self.crews[host]
         crew.forget(worker)
-        crew.ready.add(worker)
-        self._change(host, now)
-
-    def end_worker(self, worker: str, host: str, now: float) -> None:
-        self.crews[host].forget(worker)
+        if does:
+            (crew.booting if does == "booting" else crew.ready).add(worker)
         self._change(host, now)
 
     def form(self, members: Mapping[str, str], now: float) -> None:

@@ -74,11 +74,6 @@ class Trace:
         self._left_ns = self._point_ns = 0
         """The end of the last step, for the pause between two generations."""
 
-    @property
-    def is_on(self) -> bool:
-        """True if this trace writes."""
-        return self.folder is not None
-
     def now(self) -> int:
         """Return the time at which a span begins; 0 if nothing is written."""
         return time.monotonic_ns() if self.folder else 0
