@@ -104,7 +104,7 @@ class Host:
     """The workers of one host, and their seconds booting and working (from ready until gone)."""
 
     workers: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"booting": 0.0, "ready": 0.0})
     """What the workers have done, without what they do now."""
     doing: dict[str, tuple[str, float]] = field(default_factory=dict)
     """What each worker does, and since when."""
@@ -112,14 +112,15 @@ class Host:
     def take(self, worker: str, does: str, now: float) -> None:
         """Take what a worker does from now on (DOES)."""
         before, since = self.doing.pop(worker, ("", now))
-        self.seconds[before] += now - since
+        if before not in ("", does):  # a worker that was started anew in place is ready twice
+            self.seconds[before] += now - since
         self.workers += does == "booting"
         if does:
             self.doing[worker] = does, now
 
     def summary(self, now: float) -> dict[str, Any]:
         """Return the host's part of result.json, with the workers that still boot or work."""
-        spent = Counter(self.seconds)
+        spent = dict(self.seconds)
         for does, since in self.doing.values():
             spent[does] += now - since
         return {"workers": self.workers, "booting_s": round(spent["booting"], 3),
