@@ -104,27 +104,29 @@ class Host:
     """The workers of one host, and their seconds booting and working (from ready until gone)."""
 
     workers: int = 0
-    seconds: dict[str, float] = field(default_factory=lambda: {"booting": 0.0, "ready": 0.0})
-    """What the workers have done, without what they do now."""
-    doing: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """What each worker does, and since when."""
+    booting_s: float = 0.0
+    working_s: float = 0.0
+    booting: dict[str, float] = field(default_factory=dict)  # worker → since
+    working: dict[str, float] = field(default_factory=dict)  # worker → since
 
     def take(self, worker: str, does: str, now: float) -> None:
         """Take what a worker does from now on (DOES)."""
-        before, since = self.doing.pop(worker, ("", now))
-        if before not in ("", does):  # a worker that was started anew in place is ready twice
-            self.seconds[before] += now - since
-        self.workers += does == "booting"
+        if does == "booting":
+            self.workers += 1
+            self.booting[worker] = now
+            return
+        self.booting_s += now - self.booting.pop(worker, now)
         if does:
-            self.doing[worker] = does, now
+            self.working[worker] = now
+        else:
+            self.working_s += now - self.working.pop(worker, now)
 
     def summary(self, now: float) -> dict[str, Any]:
         """Return the host's part of result.json, with the workers that still boot or work."""
-        spent = dict(self.seconds)
-        for does, since in self.doing.values():
-            spent[does] += now - since
-        return {"workers": self.workers, "booting_s": round(spent["booting"], 3),
-                "working_s": round(spent["ready"], 3)}
+        booting_s = self.booting_s + sum(now - since for since in self.booting.values())
+        working_s = self.working_s + sum(now - since for since in self.working.values())
+        return {"workers": self.workers, "booting_s": round(booting_s, 3),
+                "working_s": round(working_s, 3)}
 
 
 @dataclass

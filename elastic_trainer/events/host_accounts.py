@@ -218,9 +218,11 @@ class HostAccounts:
     def take_worker(self, worker: str, host: str, does: str, now: float) -> None:
         """Take what a worker does from now on: "booting", "ready", or nothing, as it is gone."""
         crew = self.crews[host]
-        crew.forget(worker)
-        if does:
-            (crew.booting if does == "booting" else crew.ready).add(worker)
+        if does == "booting":
+            crew.booting.add(worker)
+        else:
+            crew.forget(worker)
+            crew.ready |= {worker} if does else set()
         self._change(host, now)
 
     def form(self, members: Mapping[str, str], now: float) -> None:
