@@ -259,6 +259,11 @@ class Cluster:
                 self._by_name.setdefault(self._told[-1]["event"], []).append(self._told[-1])
         return list(self._told if name is None else self._by_name.get(name, ()))
 
+    def committed(self, generation: int = 0) -> list[dict[str, Any]]:
+        """Return the finished steps from a generation on, each one once."""
+        return [e for e in self.events("worker.step_committed")
+                if e["generation"] >= generation and not e.get("repeated")]
+
     def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
         """Wait until `seen()` is true and return it."""
         deadline = time.monotonic() + deadline_s

@@ -176,7 +176,5 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         netlab.prepare()
     except Unavailable as error:
         pytest.skip(str(error))
-    folder = tmp_path / "lab"
-    folder.mkdir()
-    with netlab.Lab(folder) as lab:
+    with netlab.Lab(tmp_path / "lab") as lab:
         yield lab

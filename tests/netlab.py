@@ -155,6 +155,7 @@ class Lab:
         coordinator."""
         self.hosts: dict[str, Host] = {}
         self.ports = 0
+        folder.mkdir(parents=True, exist_ok=True)
         self.output = open(folder / "lab.log", "ab")
 
     def __enter__(self) -> Lab:

@@ -1,4 +1,4 @@
-"""A bench leaves no process, however it ends (tests/bench/bounded.py)."""
+"""A bench leaves no process, however it ends (tests/bench/bench.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from netlab import wait_for
 BENCH = """
 import subprocess, sys, time
 from pathlib import Path
-from bounded import bounded
+from bench import bounded
 
 def main():
     # One in a session of its own, and one whose parent has ended.

@@ -680,7 +680,6 @@ def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin
         netlab.prepare()
     except s3_servers.Unavailable as error:
         pytest.skip(str(error))
-    (tmp_path / "lab").mkdir()
     with netlab.Lab(tmp_path / "lab", has_agents=False) as lab:
         lab.boot(netlab.COORDINATOR, "h1", "h2", "h3", "h4", "h5")
         fleet = netlab.Fleet(lab,

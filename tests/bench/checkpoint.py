@@ -26,44 +26,33 @@ import json
 import os
 import signal
 import statistics
-import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import s3_servers  # noqa: E402
-from cluster import Cluster  # noqa: E402
+import bench
+import s3_servers
+from cluster import Cluster
 
 PEERS_AT = 7
 CHECKPOINTS = 5
 DEADLINE_S = 1800.0
 
 
-def main() -> None:
-    """Run the job, kill it, resume it, and print the figures."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--gb", type=float, default=0.25)
-    parser.add_argument("--every", type=int, default=20)
-    parser.add_argument("--store", choices=("s3", "folder"), default="s3")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, ExitStack() as servers:
-        folder, store, peer = Path(name), [], []
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the job, kill it and resume it."""
+    with ExitStack() as servers:
+        store, peer = [], []
         if options.store == "s3":
             server = servers.enter_context(s3_servers.ceph(folder / "s3", nice=19))
             os.environ.update(s3_servers.environment(server))
             store = ["--store", f"s3://{s3_servers.BUCKET}/bench"]
             peer = ["--peer-url", f"{s3_servers.BUCKET}/peer.pt"]
-        job = [sys.executable, str(HERE / "jobs" / "big.py"), "--gb", str(options.gb),
-               "--every", str(options.every), "--peers-at", str(PEERS_AT),
-               "--folder", str(folder), *peer]
+        job = bench.job("big.py", "--gb", str(options.gb), "--every", str(options.every),
+                        "--peers-at", str(PEERS_AT), "--folder", str(folder), *peer)
         result = measured(folder, job, store, options.every)
-    print(json.dumps({"gb": options.gb, "store": options.store, **result}))
+    return {"gb": options.gb, "store": options.store, **result}
 
 
 def measured(folder: Path, job: list[str], store: list[str], every: int) -> dict[str, Any]:
@@ -156,9 +145,8 @@ def noted(folder: Path, what: str) -> list[tuple[float, ...]]:
 
 def after(cluster: Cluster, moment: float) -> list[dict[str, Any]]:
     """Return the steps that were done after a moment."""
-    return [e for e in cluster.events("worker.step_committed")
-            if e["time"] > moment and not e.get("repeated")]
+    return [e for e in cluster.committed() if e["time"] > moment]
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, gb=0.25, every=20, store=("s3", "folder"))

@@ -21,13 +21,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
+import bench
+import psutil
 
 from elastic_trainer.config import Limits
 from elastic_trainer.driver.membership import Membership
@@ -108,8 +108,8 @@ class Simulated:
 
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process's threads so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 async def until(seen: Callable[[], Any]) -> None:
@@ -128,27 +128,19 @@ async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], 
     slots.mkdir()
     hosts = "".join(f"127.0.{number // 250}.{number % 250 + 1}:1\n" for number in range(size))
     (folder / "hosts").write_text(hosts)
-    command = [
-        sys.executable, "-m", "elastic_trainer.driver.horovodrun", "-np",
-        str(size), "--min-np",
-        str(size), "--host-discovery-script", f"cat {folder / 'hosts'}", "sh", "-c", SLOT,
-        str(slots)
-    ]
+    command = [sys.executable, "-m", "elastic_trainer.driver.horovodrun", "-np", str(size),
+               "--min-np", str(size), "--host-discovery-script", f"cat {folder / 'hosts'}",
+               "sh", "-c", SLOT, str(slots)]
     env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(folder / "run"),
                         "ELASTIC_TRAINER_LIMITS": f"boot_s={START_S:.0f},start_s={START_S:.0f}"}
-    with open(folder / "log", "wb") as log, subprocess.Popen(command,
-                                                             env=env,
-                                                             stdout=log,
-                                                             stderr=log,
-                                                             start_new_session=True) as driver:
+    with open(folder / "log", "wb") as log, subprocess.Popen(
+            command, env=env, stdout=log, stderr=log, start_new_session=True) as driver:
         tasks: list[asyncio.Task[None]] = []
         try:
             def started() -> list[list[str]]:
                 assert driver.poll() is None, (folder / "log").read_text()
-                return [
-                    text.split() for path in slots.iterdir()
-                    if (text := path.read_text()).endswith("\n")
-                ]
+                return [text.split() for path in slots.iterdir()
+                        if (text := path.read_text()).endswith("\n")]
 
             await until(lambda: len(started()) == size)
             workers = [Simulated(*message) for message in started()]
@@ -167,7 +159,7 @@ async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], 
                 os.kill(int(path.name), signal.SIGKILL)
 
 
-def measure(size: int, seconds: float) -> tuple[float, list[float], int]:
+def measured(folder: Path, size: int, seconds: float) -> tuple[float, list[float], int]:
     """Return the driver's cores, how late each answer was, and how many workers it has evicted."""
     async def idle(workers: list[Simulated], pid: int) -> tuple[float, list[float]]:
         await asyncio.sleep(5.0)  # what the start has left behind
@@ -178,39 +170,30 @@ def measure(size: int, seconds: float) -> tuple[float, list[float], int]:
         used = (cpu_s(pid) - before_s) / (time.monotonic() - began)
         return used, [late_s for worker in workers for late_s in worker.lateness_s]
 
-    with tempfile.TemporaryDirectory() as name:
-        cores, lateness_s = asyncio.run(with_workers(Path(name), size, idle))
-        evicted = [
-            e for e in read_events(Path(name) / "run") if e["event"] == "driver.worker_evicted"
-        ]
-    return cores, lateness_s, len(evicted)
+    with bench.empty(folder) as empty:
+        cores, lateness_s = asyncio.run(with_workers(empty, size, idle))
+        evicted = sum(e["event"] == "driver.worker_evicted" for e in read_events(empty / "run"))
+    return cores, lateness_s, evicted
 
 
-def main() -> None:
-    """Measure each size and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", default="64,512")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    options = parser.parse_args()
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each size."""
     result: dict[str, Any] = {}
     late, evictions, met = [], 0, True
     for size in map(int, options.sizes.split(",")):
-        cores, lateness_s, evicted = measure(size, options.seconds)
+        cores, lateness_s, evicted = measured(folder, size, options.seconds)
         result[f"cpu_{size}"] = round(cores, 3)
         late += lateness_s
         evictions += evicted
         met &= cores <= BARS.get(size, 1.0)
-        print(
-            f"{size} workers: {cores:.3f} cores, {len(lateness_s) / options.seconds:.0f} "
-            f"heartbeats a second, the last "
-            f"of 100 answered {sorted(lateness_s)[int(len(lateness_s) * 0.99)]:.3f} s late, "
-            f"{evicted} evicted (limit "
-            f"{Limits().silence_s:.0f} s)",
-            flush=True)
+        print(f"{size} workers: {cores:.3f} cores, {len(lateness_s) / options.seconds:.0f} "
+              f"heartbeats a second, the last of 100 answered "
+              f"{sorted(lateness_s)[int(len(lateness_s) * 0.99)]:.3f} s late, {evicted} evicted "
+              f"(limit {Limits().silence_s:.0f} s)", flush=True)
     p99_s = sorted(late)[int(len(late) * 0.99)]
-    print(json.dumps(result | {"beat_p99_s": round(p99_s, 3), "wrong_evictions": evictions,
-                               "met": met and p99_s < LATE_S and not evictions}))
+    return result | {"beat_p99_s": round(p99_s, 3), "wrong_evictions": evictions,
+                     "met": met and p99_s < LATE_S and not evictions}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, sizes="64,512", seconds=20.0)

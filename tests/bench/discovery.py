@@ -13,12 +13,11 @@ notice_to_file_s, met.
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -28,20 +27,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
+import bench
+from netlab import wait_for
+from preemption import ROOT, Machines
 
-HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # not this folder: discovery.py here would hide the package
-from metadata_server import MetadataServer  # noqa: E402
-from ports import free_port  # noqa: E402
-from s3_servers import process  # noqa: E402
+from elastic_trainer.discovery.hosts import Policy
+from elastic_trainer.discovery.places.ec2 import Ec2
+from elastic_trainer.discovery.poll import Poller
 
-from elastic_trainer.discovery.hosts import Policy  # noqa: E402
-from elastic_trainer.discovery.place_protocol import Instance  # noqa: E402
-from elastic_trainer.discovery.places.ec2 import Ec2  # noqa: E402
-from elastic_trainer.discovery.poll import Poller  # noqa: E402
-
-ROOT = HERE.parent.parent
 PAGE = 1000
 SCRIPT_MS, NOTICE_S = 60.0, 3.0
 """The promised limits."""
@@ -100,10 +93,7 @@ def polled(folder: Path, count: int) -> tuple[float, int]:
     """Return seconds and API calls of a poll, after the first."""
     Api.count = count
     cloud = Ec2({"Job": "bench"})
-    poller = Poller(cloud,
-                    folder / f"hosts-{count}",
-                    Policy(settle_s=0.0),
-                    interval_s=0.0,
+    poller = Poller(cloud, folder / f"hosts-{count}", Policy(settle_s=0.0), interval_s=0.0,
                     patience_s=60.0)
     with ThreadPoolExecutor(1) as pool:
         poller.poll(pool)
@@ -119,93 +109,40 @@ def script_ms(folder: Path) -> float:
     seconds = []
     for _ in range(20):
         started = time.monotonic()
-        subprocess.run([
-            sys.executable, "-S",
-            str(ROOT / "discovery" / "__main__.py"), "hosts-file",
-            str(folder / "hosts"), "120"
-        ],
-                       check=True,
-                       stdout=subprocess.DEVNULL)
+        subprocess.run([sys.executable, "-S", ROOT / "discovery" / "__main__.py", "hosts-file",
+                        folder / "hosts", "120"], check=True, stdout=subprocess.DEVNULL)
         seconds.append(time.monotonic() - started)
     return statistics.median(seconds) * 1000
-
-
-class OneHost:
-    """A cloud with this machine."""
-
-    def supply(self) -> None:
-        """Return that it is unknown."""
-
-    def instances(self) -> list[Instance]:
-        return [Instance("i-1", "127.0.0.1")]
 
 
 def notice_to_file(folder: Path) -> float:
     """Return the seconds from a notice in the metadata service to a hosts file without the host (a
     real agent)."""
-    folder = Path(tempfile.mkdtemp(dir=folder))  # a poller remembers there who was under notice
-    key, hosts, port = folder / "key", folder / "noticed", free_port()
-    key.write_text("0123456789abcdef" * 4)
-    key.chmod(0o600)
-    with ExitStack() as stack:
-        service = stack.enter_context(MetadataServer())
-        stack.enter_context(
-            process([
-                sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", "127.0.0.1",
-                "--port",
-                str(port), "--key-file",
-                str(key), "--metadata", service.endpoint
-            ],
-                    folder / "agent.log",
-                    PYTHONPATH=str(ROOT)))
-        poller = Poller(OneHost(),
-                        hosts,
-                        Policy(agents=True, settle_s=0.0),
-                        agent_port=port,
-                        key=key.read_bytes())
-        stopping = threading.Event()
-
-        def poll() -> None:
-            with ThreadPoolExecutor(4) as pool:
-                while not stopping.is_set():
-                    poller.poll(pool)
-                    stopping.wait(1.0)
-
-        stack.callback(stopping.set)
-        threading.Thread(target=poll, daemon=True).start()
-        deadline = time.monotonic() + 60
-        while not hosts.exists() or not hosts.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        service.announce()
+    with bench.empty(folder) as empty, ExitStack() as stack:
+        hosts = empty / "noticed"  # a poller remembers there who was under notice
+        machines = Machines(["127.0.0.1"], empty, stack)
+        stack.enter_context(machines.polled(hosts))
+        wait_for("a host", lambda: hosts.read_text())
+        machines.services["127.0.0.1"].announce()
         started = time.monotonic()
-        while hosts.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for("its end", lambda: not hosts.read_text())
         return time.monotonic() - started
 
 
-def main() -> None:
-    """Measure and print."""
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     os.environ.update(AWS_ENDPOINT_URL=f"http://127.0.0.1:{server.server_address[1]}",
-                      AWS_ACCESS_KEY_ID="x",
-                      AWS_SECRET_ACCESS_KEY="x",
-                      AWS_REGION="us-east-1",
+                      AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="x", AWS_REGION="us-east-1",
                       AWS_DEFAULT_REGION="us-east-1")
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        small, large = polled(folder, 1000), polled(folder, 10000)
-        notice_s, script = max(notice_to_file(folder) for _ in range(3)), script_ms(folder)
-        print(
-            json.dumps({
-                "script_ms": round(script, 1), "poll_s_1000": round(small[0], 3),
-                "calls_1000": small[1], "poll_s_10000": round(large[0], 3), "calls_10000": large[1],
-                "notice_to_file_s": round(notice_s,
-                                          2), "met": script < SCRIPT_MS and notice_s < NOTICE_S
-            }))
+    small, large = polled(folder, 1000), polled(folder, 10000)
+    notice_s, script = max(notice_to_file(folder) for _ in range(3)), script_ms(folder)
+    return {"script_ms": round(script, 1), "poll_s_1000": round(small[0], 3),
+            "calls_1000": small[1], "poll_s_10000": round(large[0], 3), "calls_10000": large[1],
+            "notice_to_file_s": round(notice_s, 2),
+            "met": script < SCRIPT_MS and notice_s < NOTICE_S}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure)

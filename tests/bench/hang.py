@@ -23,22 +23,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import netlab  # noqa: E402
-import s3_servers  # noqa: E402
-from hanging import JOB, hang  # noqa: E402
-from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
+import bench
+import netlab
+import s3_servers
+from hanging import JOB, hang
+from netlab import COORDINATOR, Fleet, Lab
 
 FOUR = ["h1", "h2", "h3", "h4"]
 STRAGGLER_S, BEYOND_S = 12.0, 5.0
@@ -105,7 +100,6 @@ class Case:
 def hangs(folder: Path) -> list[dict[str, Any]]:
     """Return what the driver makes of each of the six."""
     command = [*JOB, "--steps", "100000", "--width", "20000", "--work", "20"]
-    (folder / "lab").mkdir()
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(folder / "lab"))
         lab.boot(COORDINATOR, *FOUR)
@@ -168,7 +162,6 @@ def quiet(folder: Path, minutes: float) -> dict[str, Any]:
     """Train undisturbed; return the number of verdicts, and of steps."""
     command = [*JOB, "--steps", "10000000", "--width", "60000", "--microbatch-s", "0.05",
                "--first-s", "20", "--behind-s", "20", "--checkpoint-every", "200"]
-    (folder / "lab").mkdir()
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(folder / "lab", has_agents=False))
         lab.boot(COORDINATOR, "h9", *FOUR)
@@ -191,29 +184,20 @@ def quiet(folder: Path, minutes: float) -> dict[str, Any]:
                 "checkpoints": len(saved), "longest_checkpoint_s": max(saved, default=None)}
 
 
-def main() -> None:
-    """Run both parts and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quiet-min", type=float, default=3.0)
-    parser.add_argument("--hangs", choices=("yes", "no"), default="yes")
-    options = parser.parse_args()
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run both parts."""
     netlab.prepare()
-    found: list[dict[str, Any]] = []
-    if options.hangs == "yes":
-        with tempfile.TemporaryDirectory() as folder:
-            found = hangs(Path(folder))
+    found = hangs(folder / "hangs") if options.hangs == "yes" else []
     undisturbed: dict[str, Any] = {"false": None}
     if options.quiet_min:
-        with tempfile.TemporaryDirectory() as folder:
-            undisturbed = quiet(Path(folder), options.quiet_min)
+        undisturbed = quiet(folder / "quiet", options.quiet_min)
     named = sum(one["named"] for one in found)
     verdict_s = max((one["beyond_s"] for one in found), default=None)
-    print(json.dumps({
-        "named": named, "of": len(found), "verdict_s": verdict_s, **undisturbed,
-        "quiet_min": options.quiet_min,
-        "met": named == len(found) and (verdict_s or 0.0) <= BEYOND_S and not undisturbed["false"],
-    }))
+    return {"named": named, "of": len(found), "verdict_s": verdict_s, **undisturbed,
+            "quiet_min": options.quiet_min,
+            "met": named == len(found) and (verdict_s or 0.0) <= BEYOND_S
+            and not undisturbed["false"]}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, quiet_min=3.0, hangs=("yes", "no"))

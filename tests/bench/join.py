@@ -18,40 +18,26 @@ peer_failed, met.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
-import sys
-import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from cluster import Cluster  # noqa: E402
-from stock_job import HOSTS, StockJob  # noqa: E402
+import bench
+from cluster import Cluster
+from stock_job import HOSTS, StockJob
 
 STEPS_AFTER = 3
 PEER_DEADLINE_S = 180.0
-
-
-def pause(times: list[float], since: float, until: float) -> float:
-    """Return the longest gap between steps that overlaps [since, until], less the median gap before
-    it."""
-    gaps = list(zip(times, times[1:], strict=False))
-    usual = statistics.median(b - a for a, b in gaps if b <= since)
-    return max(b - a for a, b in gaps if b > since and a < until) - usual
 
 
 def ours(folder: Path, joins: int, standby: int) -> list[float]:
     """Return the pause of each join, with `standby` workers standing by. The fifth host leaves
     between two joins."""
     pauses, generation = [], 0
-    job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
-    with Cluster(folder, hosts=5, start_with=4, command=job, options=["--standby",
-                                                                      str(standby)]) as cluster:
+    with Cluster(folder, hosts=5, start_with=4, command=bench.ENDLESS,
+                 options=["--standby", str(standby)]) as cluster:
         for number in range(joins):
             generation = cluster.wait_for_world(4, after=generation)
             if standby:
@@ -63,18 +49,10 @@ def ours(folder: Path, joins: int, standby: int) -> list[float]:
             joined_at = time.time()
             cluster.set_hosts(cluster.all_hosts)
             generation = cluster.wait_for_world(5, after=generation)
-
-            def with_five(g: int = generation) -> list[float]:
-                return [e["time"] for e in cluster.events("worker.step_committed")
-                        if e["generation"] == g and not e.get("repeated")]
-
-            cluster.wait_for("steps", lambda seen=with_five: len(seen()) >= STEPS_AFTER)
-            times = [
-                e["time"] for e in cluster.events("worker.step_committed") if not e.get("repeated")
-            ]
-            pauses.append(
-                pause([t for t in times if t > joined_at - 20], joined_at,
-                      with_five()[STEPS_AFTER - 1]))
+            with_five = cluster.wait_for("steps", lambda g=generation: [
+                e["time"] for e in cluster.committed(g) if e["generation"] == g][STEPS_AFTER - 1:])
+            times = [e["time"] for e in cluster.committed() if e["time"] > joined_at - 20]
+            pauses.append(bench.longest_pause(times, joined_at, with_five[0]))
             print(f"ours, {standby} standing by: join {number + 1}, a pause of {pauses[-1]:.3f} s",
                   flush=True)
             cluster.set_hosts(cluster.all_hosts[:4])
@@ -84,51 +62,36 @@ def ours(folder: Path, joins: int, standby: int) -> list[float]:
 def peer(folder: Path) -> float:
     """Return the pause of one join; infinite if none was seen in PEER_DEADLINE_S."""
     with StockJob(folder, HOSTS[:4]) as job:
-        assert job.wait(lambda: any(line.step >= 8 for line in job.lines()), 180), job.output()
+        job.wait_for_step(8, 180)
         joined_at = time.time()
         job.set_hosts(HOSTS)
-
-        def with_five() -> list[float]:
-            return sorted(line.time for line in job.lines() if line.size == 5 and line.rank == 0)
-
-        if not job.wait(lambda: len(with_five()) >= STEPS_AFTER, PEER_DEADLINE_S):
-            return float("inf")
+        with_five = job.wait(lambda: sorted(
+            line.time for line in job.lines()
+            if line.size == 5 and line.rank == 0)[STEPS_AFTER - 1:], PEER_DEADLINE_S)
         times = sorted(line.time for line in job.lines() if line.rank == 0)
-        return pause(times, joined_at, with_five()[STEPS_AFTER - 1])
+        return bench.longest_pause(times, joined_at, with_five[0]) if with_five else math.inf
 
 
-def main() -> None:
-    """Run both arms and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--joins", type=int, default=3)
-    parser.add_argument("--cold-joins", type=int, default=2)
-    parser.add_argument("--peer-joins", type=int, default=1)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mine = ours(Path(folder), options.joins, standby=1)
-    with tempfile.TemporaryDirectory() as folder:
-        cold = ours(Path(folder), options.cold_joins, standby=0)
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run all arms."""
+    mine = ours(folder / "ours", options.joins, standby=1)
+    cold = ours(folder / "cold", options.cold_joins, standby=0)
     theirs = []
     for number in range(options.peer_joins):
-        with tempfile.TemporaryDirectory() as folder:
-            theirs.append(peer(Path(folder)))
-            print(f"peer: join {number + 1}, " + (f"a pause of {theirs[-1]:.3f} s" if math.isfinite(
-                theirs[-1]) else f"failed: it did not train with five in {PEER_DEADLINE_S:.0f} s"),
-                  flush=True)
+        theirs.append(peer(folder / f"peer-{number}"))
+        print(f"peer: join {number + 1}, " + (
+            f"a pause of {theirs[-1]:.3f} s" if math.isfinite(theirs[-1]) else
+            f"failed: it did not train with five in {PEER_DEADLINE_S:.0f} s"), flush=True)
     median_s, cold_s, peer_median_s = (statistics.median(pauses) for pauses in (mine, cold, theirs))
     is_measured = math.isfinite(peer_median_s)
-    print(
-        json.dumps({
-            "median_s": round(median_s, 3), "median_cold_s": round(cold_s, 3),
+    return {"median_s": round(median_s, 3), "median_cold_s": round(cold_s, 3),
             "peer_median_s": round(peer_median_s, 3) if is_measured else None,
             "ratio": round(median_s / peer_median_s, 4) if is_measured else None,
             "ratio_cold": round(cold_s / peer_median_s, 4) if is_measured else None,
-            "seconds": [round(s, 3) for s in mine], "cold_seconds": [round(s, 3) for s in cold],
-            "peer_seconds": [round(s, 3) if math.isfinite(s) else None
-                             for s in theirs], "peer_failed": sum(math.isinf(s) for s in theirs),
-            "met": is_measured and median_s < 1.0 and median_s < peer_median_s / 10
-        }))
+            "seconds": bench.rounded(mine), "cold_seconds": bench.rounded(cold),
+            "peer_seconds": bench.rounded(theirs), "peer_failed": sum(map(math.isinf, theirs)),
+            "met": is_measured and median_s < 1.0 and median_s < peer_median_s / 10}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, joins=3, cold_joins=2, peer_joins=1)

@@ -18,64 +18,49 @@ The last line is one JSON object with ratio_0, ratio_4, peer_ratio, refill_s, me
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
-import sys
-import tempfile
 from pathlib import Path
+from typing import Any
 
-from bounded import bounded
+import bench
+from overhead import WORKERS, peer_seconds
+from recovery import after_kills
+from reduce import step_seconds
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-sys.path.insert(0, str(HERE.parent))
-from overhead import WORKERS, peer_seconds  # noqa: E402
-from recovery import after_kills  # noqa: E402
-from reduce import step_seconds  # noqa: E402
+from elastic_trainer.config import ALLOCATOR
 
-from elastic_trainer.config import ALLOCATOR  # noqa: E402
-
-JOB = str(HERE / "jobs" / "slow_data.py")
 MOST_RATIO, MOST_REFILL_S = 1.1, 0.3
 
 
-def main() -> None:
-    """Measure and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--kills", type=int, default=3)
-    options = parser.parse_args()
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the ratios, and what the loader processes cost after a loss."""
+    job, steps = bench.job("slow_data.py"), str(options.steps)
     seconds: dict[str, list[float]] = {"ours_0": [], "ours_4": [], "ddp_0": [], "ddp_4": []}
     for _ in range(options.rounds):
         for arm, found in seconds.items():
             given = ("--workers", arm[-1])
             if arm.startswith("ddp"):
-                found += peer_seconds(ALLOCATOR, "slow_data.py", "--ddp", "--steps",
-                                      str(options.steps), *given)
+                found += peer_seconds(ALLOCATOR, "slow_data.py", "--ddp", "--steps", steps, *given)
             else:
-                found += step_seconds(WORKERS, "ring", options.steps, *given, program=(JOB,))
+                found += step_seconds(folder, WORKERS, "ring", options.steps, *given,
+                                      program=job[1:])
             print(f"{arm}: {statistics.median(found):.4f} s a step so far", flush=True)
-    recoveries = {}
-    for workers in ("0", "4"):
-        command = [sys.executable, JOB, "--steps", "1000000", "--workers", workers,
-                   "--global-batch", "32", "--microbatches", "8"]
-        with tempfile.TemporaryDirectory() as folder:
-            recoveries[workers] = after_kills(Path(folder), options.kills, random.Random(0),
-                                              command)["seconds"]
+    recoveries = {workers: after_kills(
+        folder / workers, options.kills, random.Random(0),
+        [*job, "--steps", "1000000", "--workers", workers, "--global-batch", "32",
+         "--microbatches", "8"]).seconds for workers in ("0", "4")}
     median = {arm: statistics.median(found) for arm, found in seconds.items()}
     refill_s = statistics.median(recoveries["4"]) - statistics.median(recoveries["0"])
     result = {"ratio_0": median["ours_0"] / median["ddp_4"],
               "ratio_4": median["ours_4"] / median["ddp_4"],
               "peer_ratio": median["ddp_0"] / median["ddp_4"], "refill_s": refill_s}
-    print(json.dumps(
-        {name: round(value, 3) for name, value in result.items()}
-        | {f"{arm}_s": round(value, 4) for arm, value in median.items()}
-        | {f"recovery_{workers}_s": [round(one, 3) for one in found]
-           for workers, found in recoveries.items()}
-        | {"met": result["ratio_4"] <= MOST_RATIO and refill_s <= MOST_REFILL_S}))
+    return ({name: round(value, 3) for name, value in result.items()}
+            | {f"{arm}_s": round(value, 4) for arm, value in median.items()}
+            | {f"recovery_{workers}_s": bench.rounded(found)
+               for workers, found in recoveries.items()}
+            | {"met": result["ratio_4"] <= MOST_RATIO and refill_s <= MOST_REFILL_S})
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, steps=60, rounds=2, kills=3)

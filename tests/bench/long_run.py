@@ -18,22 +18,20 @@ import json
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
+import bench
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from elastic_trainer.events.log import Events  # noqa: E402
-from elastic_trainer.events.segments import compress, segments  # noqa: E402
-from elastic_trainer.schedule.schedule import Schedule  # noqa: E402
+from elastic_trainer.events.log import Events
+from elastic_trainer.events.segments import compress, segments
+from elastic_trainer.schedule.schedule import Schedule
 
 BATCH, SIZE, WORLD = 32, 320_000, 8
 CHECKPOINT_STEPS = 200
 FAULTS_AN_ATTEMPT = 50
+READ = "--read"
 
 
 class Run:
@@ -41,12 +39,8 @@ class Run:
 
     def __init__(self, run_dir: Path, steps: int):
         self.events = Events(run_dir, run=run_dir.name)
-        self.schedule = Schedule(dataset_size=SIZE,
-                                 global_batch=BATCH,
-                                 microbatches=16,
-                                 seed=7,
-                                 epochs=None,
-                                 max_steps=steps)
+        self.schedule = Schedule(dataset_size=SIZE, global_batch=BATCH, microbatches=16, seed=7,
+                                 epochs=None, max_steps=steps)
         self.digests: list[int] = []
         each = self.schedule.steps_per_epoch
         for first in range(0, steps, each):
@@ -60,12 +54,8 @@ class Run:
         self.events.write(json.dumps({"event": event} | common | facts))
 
     def by_rank_0(self, event: str, **facts: Any) -> None:
-        self.say(event,
-                 worker=f"10.0.0.1/0/{self.generation}",
-                 generation=self.generation,
-                 rank=0,
-                 size=WORLD,
-                 **facts)
+        self.say(event, worker=f"10.0.0.1/0/{self.generation}", generation=self.generation, rank=0,
+                 size=WORLD, **facts)
 
     def start(self) -> None:
         self.attempt, self.generation = self.attempt + 1, 0
@@ -76,11 +66,8 @@ class Run:
             self.boot(slot)
         self.step -= self.step % CHECKPOINT_STEPS
         if self.step:
-            self.by_rank_0("state.checkpoint_restored",
-                           step=self.step,
-                           record=self.step,
-                           bytes=10**9,
-                           list_s=0.1)
+            self.by_rank_0("state.checkpoint_restored", step=self.step, record=self.step,
+                           bytes=10**9, list_s=0.1)
         self.enter("checkpoint" if self.step else "fresh", 0.5)
 
     def boot(self, slot: int) -> None:
@@ -93,9 +80,7 @@ class Run:
     def enter(self, source: str, pause_s: float) -> None:
         self.generation += 1
         self.now += pause_s
-        self.say("driver.generation_formed",
-                 generation=self.generation,
-                 size=WORLD,
+        self.say("driver.generation_formed", generation=self.generation, size=WORLD,
                  hosts=[f"10.0.0.{slot}" for slot in self.workers],
                  workers=list(self.workers.values()),
                  reason="death" if source == "memory" else "start")
@@ -105,22 +90,15 @@ class Run:
         schedule = self.schedule
         keys = ("dataset_size", "global_batch", "microbatches", "epochs", "seed", "max_steps",
                 "steps")
-        self.by_rank_0("job.described",
-                       **{key: getattr(schedule, key)
-                          for key in keys},
+        self.by_rank_0("job.described", **{key: getattr(schedule, key) for key in keys},
                        reduce="exact")
         if self.step:
             self.committed(self.step - 1, repeated=True)
 
     def committed(self, step: int, **more: Any) -> None:
-        self.by_rank_0("worker.step_committed",
-                       step=step,
-                       samples=self.schedule.batch_size(step),
-                       digest=self.digests[step],
-                       loss=1.0 + 1000.0 / (step + 1000),
-                       lr=0.1,
-                       step_s=0.21012,
-                       **more)
+        self.by_rank_0("worker.step_committed", step=step, samples=self.schedule.batch_size(step),
+                       digest=self.digests[step], loss=1.0 + 1000.0 / (step + 1000), lr=0.1,
+                       step_s=0.21012, **more)
 
     def train(self, until: int) -> None:
         while self.step < until:
@@ -128,24 +106,14 @@ class Run:
             self.committed(self.step)
             self.step += 1
             if self.step % CHECKPOINT_STEPS == 0:
-                self.by_rank_0("state.checkpoint_published",
-                               step=self.step,
-                               bytes=10**9,
-                               record=self.step,
-                               lineage=1,
-                               parts=60,
-                               pause_s=0.08,
-                               uploaded_bytes=10**9,
-                               duration_s=8.0)
+                self.by_rank_0("state.checkpoint_published", step=self.step, bytes=10**9,
+                               record=self.step, lineage=1, parts=60, pause_s=0.08,
+                               uploaded_bytes=10**9, duration_s=8.0)
 
     def lose(self, fault: int) -> None:
         slot = fault % WORLD
-        self.say("driver.worker_gone",
-                 worker=self.workers[slot],
-                 host=f"10.0.0.{slot}",
-                 pid=int(self.workers[slot].rpartition("/")[2]),
-                 exit_code=-9,
-                 reason="crashed")
+        self.say("driver.worker_gone", worker=self.workers[slot], host=f"10.0.0.{slot}",
+                 pid=int(self.workers[slot].rpartition("/")[2]), exit_code=-9, reason="crashed")
         if fault % FAULTS_AN_ATTEMPT == 0:
             self.say("attempt.ended", exit_code=1, verdict="failed")
             self.start()
@@ -164,10 +132,7 @@ def write(run_dir: Path, steps: int, faults: int) -> None:
         run.lose(fault)
     run.train(steps)
     samples = sum(run.schedule.batch_size(step) for step in range(steps))
-    run.by_rank_0("run.finished",
-                  steps=steps,
-                  samples=samples,
-                  loss=1.0 + 1000.0 / (steps + 999),
+    run.by_rank_0("run.finished", steps=steps, samples=samples, loss=1.0 + 1000.0 / (steps + 999),
                   weights_sha256="5a" * 32)
     run.say("attempt.ended", exit_code=0, verdict="finished")
     compress(run_dir, late_s=0.0)
@@ -177,49 +142,40 @@ def cost(command: str, run_dir: Path, *options: str) -> tuple[float, float, str]
     """Return how long a command takes on a run, its peak of resident memory in MB, and what it
     says."""
     started = time.monotonic()
-    done = subprocess.run([sys.executable, __file__, "--read", command,
-                           str(run_dir), *options],
-                          capture_output=True,
-                          text=True,
-                          check=True)
+    done = subprocess.run([sys.executable, __file__, READ, command, str(run_dir), *options],
+                          capture_output=True, text=True, check=True)
     output, _, peak_kb = done.stdout.rstrip().rpartition("\n")
     return time.monotonic() - started, int(peak_kb) / 1024, output
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=10**6)
-    parser.add_argument("--faults", type=int, default=10**4)
-    parser.add_argument("--read", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.read:
-        from elastic_trainer.__main__ import main as command_line
+def read(command: list[str]) -> int:
+    """Be the process of a command: run it, and print the peak of its memory in kB."""
+    from elastic_trainer.__main__ import main as command_line
 
-        code = command_line(options.read)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
-        sys.exit(code)
-    with tempfile.TemporaryDirectory(prefix="long-run-") as folder:
-        run_dir = Path(folder, "long")
-        write(run_dir, options.steps, options.faults)
-        sealed = segments(run_dir)
-        on_disk = sum(path.stat().st_size for path in run_dir.iterdir())
-        verify_s, verify_mb, verified = cost("verify", run_dir)
-        print(verified)
-        report_s, report_mb, reported = cost("report", run_dir)
-        print(reported)
-        trace_s, trace_mb, _ = cost("report", run_dir, "--trace", f"{folder}/trace")
-        trace_file_mb = Path(folder, "trace").stat().st_size / 1e6
-    assert f"in {options.steps} of {options.steps} steps, each counted exactly once" in verified
-    print(
-        json.dumps({
-            "verify_s": round(verify_s,
-                              1), "verify_mb": round(verify_mb), "report_s": round(report_s, 1),
-            "report_mb": round(report_mb), "trace_s": round(trace_s, 1),
-            "trace_mb": round(trace_mb), "trace_file_mb": round(trace_file_mb, 1),
-            "steps": options.steps, "faults": options.faults,
-            "segments": len(sealed) + 1, "on_disk_mb": round(on_disk / 2**20)
-        }))
+    code = command_line(command)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    return code
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Write the log, and read it with each command."""
+    run_dir = folder / "long"
+    write(run_dir, options.steps, options.faults)
+    found: dict[str, Any] = {
+        "steps": options.steps, "faults": options.faults, "segments": len(segments(run_dir)) + 1,
+        "on_disk_mb": round(sum(path.stat().st_size for path in run_dir.iterdir()) / 2**20)}
+    said = {}
+    for name, command in {"verify": ["verify"], "report": ["report"],
+                          "trace": ["report", "--trace", f"{folder}/trace"]}.items():
+        seconds, mb, said[name] = cost(command[0], run_dir, *command[1:])
+        print(said[name])
+        found |= {f"{name}_s": round(seconds, 1), f"{name}_mb": round(mb)}
+    assert f"in {options.steps} of {options.steps} steps, each counted exactly once" in (
+        said["verify"])
+    return found | {"trace_file_mb": round((folder / "trace").stat().st_size / 1e6, 1)}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    if sys.argv[1:2] == [READ]:
+        sys.exit(read(sys.argv[2:]))
+    bench.run(measure, steps=10**6, faults=10**4)

@@ -20,79 +20,59 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
-from bounded import bounded
+import bench
+from ports import free_port
+from reduce import WARM_UP_STEPS, step_seconds
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-from reduce import WARM_UP_STEPS, step_seconds  # noqa: E402
-
-from elastic_trainer.config import ALLOCATOR  # noqa: E402
+from elastic_trainer.config import ALLOCATOR
 
 GLOBAL_BATCH, WORKERS = 32, 2
 TRAIN = ("-m", "elastic_trainer.examples.gpt")
-LOOP = (str(HERE / "jobs" / "gpt_loop.py"),)
+ARMS = ("ddp", "ddp_same_allocator", "ring", "exact", "exact_loop", "ring_8_microbatches",
+        "exact_8_microbatches")
 
 
-def peer_seconds(settings: dict[str, str], *job: str) -> list[float]:
-    """Run a DDP job (its file in jobs/, and options) with settings in its environment, and return
-    the seconds of each step after the warm-up."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "jobs" / job[0]), *job[1:]],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | settings | {
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
-                "WORLD_SIZE": str(WORKERS), "GLOO_SOCKET_IFNAME": "lo"
-            }) for rank in range(WORKERS)
-    ]
+def peer_seconds(settings: dict[str, str], file: str, *options: str) -> list[float]:
+    """Run a DDP job (its file in jobs/) with settings in its environment, and return the seconds of
+    each step after the warm-up."""
+    env = os.environ | settings | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORKERS),
+        "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [subprocess.Popen(bench.job(file, *options), stdout=subprocess.PIPE, text=True,
+                              env=env | {"RANK": str(rank)}) for rank in range(WORKERS)]
     outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
     return list(json.loads(outputs[0].splitlines()[-1]))[WARM_UP_STEPS:]
 
 
-def main() -> None:
-    """Measure and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args()
-    arms = ("ddp", "ddp_same_allocator", "ring", "exact", "exact_loop", "ring_8_microbatches",
-            "exact_8_microbatches")
-    found: dict[str, list[float]] = {arm: [] for arm in arms}
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the ratios and the rates."""
+    found: dict[str, list[float]] = {arm: [] for arm in ARMS}
     for _ in range(options.rounds):
         for arm, seconds in found.items():
             if arm.startswith("ddp"):
                 seconds += peer_seconds(ALLOCATOR if arm == "ddp_same_allocator" else {},
                                         "ddp_gpt.py", str(options.steps), str(GLOBAL_BATCH))
             else:
-                microbatches = "8" if arm.endswith("8_microbatches") else "2"
-                seconds += step_seconds(WORKERS, arm.partition("_")[0], options.steps,
-                                        "--microbatches",
-                                        microbatches,
-                                        program=LOOP if arm.endswith("loop") else TRAIN)
+                loop = (str(bench.HERE / "jobs" / "gpt_loop.py"),)
+                seconds += step_seconds(folder, WORKERS, arm.partition("_")[0], options.steps,
+                                        "--microbatches", "8" if "_8_" in arm else "2",
+                                        program=loop if arm.endswith("loop") else TRAIN)
             print(f"{arm}: {GLOBAL_BATCH / statistics.median(seconds):.1f} samples/s so far",
                   flush=True)
     median = {arm: statistics.median(seconds) for arm, seconds in found.items()}
     result = {f"ratio_{arm}{suffix}": round(median[f"ddp{suffix}"] / median[arm], 3)
-              for suffix in ("", "_same_allocator") for arm in arms if not arm.startswith("ddp")}
-    rates = {
-        f"{arm}_samples_per_s": round(GLOBAL_BATCH / seconds, 1)
-        for arm, seconds in median.items()
-    }
-    result["ratio_loop_to_train"] = round(median["exact"] / median["exact_loop"], 3)
-    is_met = (result["ratio_ring"] >= 1.0 and result["ratio_exact"] >= 0.9
-              and result["ratio_loop_to_train"] >= 0.99)
-    print(json.dumps(result | rates | {"met": is_met}))
+              for suffix in ("", "_same_allocator") for arm in ARMS if not arm.startswith("ddp")}
+    result |= {"ratio_loop_to_train": round(median["exact"] / median["exact_loop"], 3)}
+    return {**result, **{f"{arm}_samples_per_s": round(GLOBAL_BATCH / seconds, 1)
+                         for arm, seconds in median.items()},
+            "met": (result["ratio_ring"] >= 1.0 and result["ratio_exact"] >= 0.9
+                    and result["ratio_loop_to_train"] >= 0.99)}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, steps=30, rounds=2)

@@ -1,11 +1,11 @@
 """The forecast of `plan` for a trace that nobody has seen, beside a real replay of it.
 
     .venv/bin/python tests/bench/plan.py [--seed N] [--zero 0.3] [--as-is] [--steps N]
-                                         [--checkpoint-every 5s]  [--costs RUN]... [--runs-dir DIR]
+                                         [--checkpoint-every 5s]  [--costs RUN,…] [--runs-dir DIR]
                                          [--keep FOLDER]
 
 A trace from a fresh random seed is replayed for real: the demo on 4 local hosts, 10 times as fast
-as the trace. The costs are those of other runs: each one that --costs names, or a replay of the
+as the trace. The costs are those of other runs: those that --costs names, or a replay of the
 shipped storm `zeros`, which this bench plays first. So the model knows of the second run only when
 hosts came and went, and how long it was. The clock of a trace starts with the first step. So the
 first boot, which is no part of the goodput, belongs to the times of the hosts.
@@ -39,12 +39,11 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
+import bench
 
 from elastic_trainer.events.segments import Reader
 from elastic_trainer.events.summary import read_run
@@ -146,35 +145,26 @@ def compare(run: Path, planned: dict[str, Any]) -> dict[str, Any]:
             "redone_s": [round(run_so_far.closed().dropped_s, 2), planned["redone_s"]]}
 
 
-def main() -> None:
-    """Play both storms and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(10**9))
-    parser.add_argument("--zero", type=float, default=0.3)
-    parser.add_argument("--as-is", action="store_true")
-    parser.add_argument("--checkpoint-every", default="5s")
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--costs", type=Path, action="append", default=[])
-    parser.add_argument("--runs-dir", type=Path)
-    parser.add_argument("--keep", type=Path)
-    options = parser.parse_args()
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Play both storms."""
+    options.seed = secrets.randbelow(10**9) if options.seed is None else options.seed
     storm = Storm(rate=24.0, bulk=0.2, zero=options.zero, notice=0.5, replace=90.0,
                   seed=options.seed)
-    with tempfile.TemporaryDirectory() as folder:
-        runs = options.runs_dir or Path(folder)
-        runs.mkdir(parents=True, exist_ok=True)
-        costs = options.costs or [replay(runs, f"costs-{options.seed}",
-                                         rows_of(parse_storm("zeros"), HOSTS), options)]
-        run = replay(runs, f"played-{options.seed}",
-                     rows_of(storm, HOSTS) if options.as_is else spaced(storm), options)
-        load = os.getloadavg()
-        seconds = read_run(run)[1]["wall_s"]
-        found = compare(run, forecast(run, costs, options.checkpoint_every, seconds))
-        if options.keep:
-            keep(options.keep, costs, run)
-    print(json.dumps({"seed": options.seed, "zero": options.zero, "as_is": options.as_is, **found,
-                      "load": [round(one, 1) for one in load]}))
+    runs = options.runs_dir or folder
+    runs.mkdir(parents=True, exist_ok=True)
+    costs = [Path(one) for one in options.costs.split(",") if one] or [
+        replay(runs, f"costs-{options.seed}", rows_of(parse_storm("zeros"), HOSTS), options)]
+    run = replay(runs, f"played-{options.seed}",
+                 rows_of(storm, HOSTS) if options.as_is else spaced(storm), options)
+    load = os.getloadavg()
+    found = compare(run, forecast(run, costs, options.checkpoint_every,
+                                  read_run(run)[1]["wall_s"]))
+    if options.keep:
+        keep(options.keep, costs, run)
+    return {"seed": options.seed, "zero": options.zero, "as_is": options.as_is, **found,
+            "load": [round(one, 1) for one in load]}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, seed=int, zero=0.3, as_is=False, checkpoint_every="5s", steps=900, costs="",
+              runs_dir=Path, keep=Path)

@@ -16,30 +16,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
-import tempfile
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from bounded import bounded
+import bench
+from cluster import JOB, Cluster, weights_alone
+from metadata_server import MetadataServer
+from ports import free_port
+from s3_servers import process
 
-HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent)  # not this folder: discovery.py here would hide the package
-from cluster import JOB, Cluster, weights_alone  # noqa: E402
-from metadata_server import MetadataServer  # noqa: E402
-from ports import free_port  # noqa: E402
-from s3_servers import process  # noqa: E402
+from elastic_trainer.discovery.hosts import Policy
+from elastic_trainer.discovery.place import Instance
+from elastic_trainer.discovery.poll import Poller
+from elastic_trainer.views.verify import verify
 
-from elastic_trainer.discovery.hosts import Policy  # noqa: E402
-from elastic_trainer.discovery.place_protocol import Instance  # noqa: E402
-from elastic_trainer.discovery.poll import Poller  # noqa: E402
-from elastic_trainer.views.verify import verify  # noqa: E402
-
-ROOT = HERE.parent.parent
+ROOT = bench.HERE.parent.parent
 WORKERS = 8
 STEPS = 900
 BETWEEN = 40
@@ -49,53 +46,32 @@ class Machines:
     """A cloud of this machine's loopback addresses, each with an agent and a metadata service of
     its own."""
 
-    def __init__(self, names: list[str], folder: Path, stack: ExitStack, port: int):
-        self.started = dict.fromkeys(names, 0.0)
+    def __init__(self, names: Sequence[str], folder: Path, stack: ExitStack):
+        self.names, self.gone, self.port = names, set[str](), free_port()
         self.services = {name: stack.enter_context(MetadataServer()) for name in names}
         key = folder / "key"
         key.write_text("0123456789abcdef" * 4)
         key.chmod(0o600)
         self.key = key.read_bytes()
         for name in names:
-            stack.enter_context(
-                process([
-                    sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", name,
-                    "--port",
-                    str(port), "--key-file",
-                    str(key), "--metadata", self.services[name].endpoint, "--folder",
-                    str(folder)
-                ],
-                        folder / f"agent-{name}.log",
-                        PYTHONPATH=str(ROOT)))
-        self.gone: set[str] = set()
+            stack.enter_context(process(
+                [sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", name,
+                 "--port", str(self.port), "--key-file", str(key), "--metadata",
+                 self.services[name].endpoint, "--folder", str(folder)],
+                folder / f"agent-{name}.log", PYTHONPATH=str(ROOT)))
 
     def supply(self) -> None:
         """Return that it is unknown."""
 
     def instances(self) -> list[Instance]:
         """Return what a cloud would."""
-        return [
-            Instance(id=f"{name}@{at}", name=name, launched=at)
-            for name, at in self.started.items() if name not in self.gone
-        ]
+        return [Instance(id=f"{name}@0", name=name) for name in self.names if name not in self.gone]
 
-
-def main() -> None:
-    """Run the job and its twin and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--events", type=int, default=4)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder, port = Path(name), free_port()
-        job = ["--steps", str(STEPS), "--checkpoint-every", "500"]
-        cluster = Cluster(folder, hosts=WORKERS, min_workers=2, job=job)
-        machines = Machines(cluster.all_hosts, folder, stack, port)
-        poller = Poller(machines,
-                        cluster.hosts_file,
-                        Policy(agents=True),
-                        interval_s=1.0,
-                        agent_port=port,
-                        key=machines.key)
+    @contextmanager
+    def polled(self, hosts_file: Path) -> Iterator[None]:
+        """Write the list of the hosts that may work once a second, for as long as the block."""
+        poller = Poller(self, hosts_file, Policy(agents=True, settle_s=0.0), interval_s=1.0,
+                        agent_port=self.port, key=self.key)
         stopping = threading.Event()
 
         def poll() -> None:
@@ -103,24 +79,33 @@ def main() -> None:
                 while not stopping.wait(1.0):
                     poller.poll(pool)
 
-        stack.callback(stopping.set)
         threading.Thread(target=poll, daemon=True).start()
+        try:
+            yield
+        finally:
+            stopping.set()
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the job and its twin."""
+    job = ["--steps", str(STEPS), "--checkpoint-every", "500"]
+    with ExitStack() as stack:
+        cluster = Cluster(folder, hosts=WORKERS, min_workers=2, job=job)
+        machines = Machines(cluster.all_hosts, folder, stack)
+        stack.enter_context(machines.polled(cluster.hosts_file))
         with cluster:
             result = preempted(cluster, machines, options.events)
             assert cluster.wait(900) == 0, cluster.story()
             proved = verify(cluster.run_dir).is_proved
             redone = len(cluster.events("worker.step_redone"))
             finished = json.loads((cluster.run_dir / "result.json").read_text())
-        twin = weights_alone([*JOB, *job], folder, None)
-    print(
-        json.dumps({
-            "steps_wasted": max(redone, finished["steps_redone"]),
+    twin = weights_alone([*JOB, *job], folder, None)
+    return {"steps_wasted": max(redone, finished["steps_redone"]),
             "pause_max_s": round(max(result["pauses"]), 3), "events": len(result["pauses"]),
-            "bits_equal": finished["weights_sha256"] == twin,
-            "verified": proved, "pauses_s": [round(s, 3) for s in result["pauses"]],
-            "notice_to_left_s": [round(s, 2) for s in result["left"]
-                                 ], "ray_train": {"steps_wasted": 91, "down_s": 184}
-        }))
+            "bits_equal": finished["weights_sha256"] == twin, "verified": proved,
+            "pauses_s": bench.rounded(result["pauses"]),
+            "notice_to_left_s": bench.rounded(result["left"]),
+            "ray_train": {"steps_wasted": 91, "down_s": 184}}
 
 
 def preempted(cluster: Cluster, machines: Machines, events: int) -> dict[str, list[float]]:
@@ -141,18 +126,12 @@ def preempted(cluster: Cluster, machines: Machines, events: int) -> dict[str, li
         left.append(gone[0]["time"] - announced_at)
         until = time.time()
         cluster.wait_for_step(cluster.events("worker.step_committed")[-1]["step"] + 5)
-        times = [
-            e["time"] for e in cluster.events("worker.step_committed") if not e.get("repeated")
-        ]
-        gaps = list(zip(times, times[1:], strict=False))
-        usual = statistics.median(b - a for a, b in gaps[-60:])
-        pauses.append(max(b - a for a, b in gaps if b > announced_at and a < until) - usual)
-        print(
-            f"event {number + 1}: {victim} left {left[-1]:.2f} s after its notice, a pause of "
-            f"{pauses[-1]:.3f} s",
-            flush=True)
+        pauses.append(bench.longest_pause([e["time"] for e in cluster.committed()], announced_at,
+                                          until))
+        print(f"event {number + 1}: {victim} left {left[-1]:.2f} s after its notice, a pause of "
+              f"{pauses[-1]:.3f} s", flush=True)
     return {"pauses": pauses, "left": left}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, events=4)

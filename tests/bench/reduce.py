@@ -12,24 +12,20 @@ Last line: one JSON object with ratio_2, ratio_4.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from cluster import Cluster  # noqa: E402
+import bench
+from cluster import Cluster
 
 WARM_UP_STEPS = 5
 
 
-def step_seconds(workers: int, kind: str, steps: int, *options: str,
+def step_seconds(folder: Path, workers: int, kind: str, steps: int, *options: str,
                  program: Sequence[str] = ("-m", "elastic_trainer.examples.gpt")) -> list[float]:
     """Train the demo model and return the seconds of each step after the warm-up.
 
@@ -37,34 +33,28 @@ def step_seconds(workers: int, kind: str, steps: int, *options: str,
     """
     job = [sys.executable, *program, "--steps", str(steps), "--checkpoint-every", "100000",
            *options]
-    with tempfile.TemporaryDirectory() as folder:
-        with Cluster(Path(folder), hosts=workers, command=job, options=["--reduce",
-                                                                        kind]) as cluster:
-            assert cluster.wait(600) == 0, cluster.story()
-            ends = [e["time"] for e in cluster.events("worker.step_committed")
-                    if e["step"] >= WARM_UP_STEPS - 1 and not e.get("repeated")]
-            return [end - before for before, end in pairwise(ends)]
+    with bench.empty(folder) as empty, Cluster(empty, hosts=workers, command=job,
+                                               options=["--reduce", kind]) as cluster:
+        assert cluster.wait(600) == 0, cluster.story()
+        return [end - before for before, end in pairwise(
+            e["time"] for e in cluster.committed() if e["step"] >= WARM_UP_STEPS - 1)]
 
 
-def main() -> None:
-    """Measure and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args()
-    result: dict[str, float | bool] = {}
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the ratios of 2 and of 4 workers."""
+    result: dict[str, Any] = {}
     for workers in (2, 4):
         seconds: dict[str, list[float]] = {"exact": [], "ring": []}
         for _ in range(options.rounds):
             for kind, found in seconds.items():
-                found += step_seconds(workers, kind, options.steps)
+                found += step_seconds(folder, workers, kind, options.steps)
                 print(f"{workers} workers, {kind}: {statistics.median(found):.4f} s a step so far",
                       flush=True)
         medians = {kind: statistics.median(found) for kind, found in seconds.items()}
         result[f"ratio_{workers}"] = round(medians["exact"] / medians["ring"], 3)
         result |= {f"{kind}_{workers}_s": round(median, 4) for kind, median in medians.items()}
-    print(json.dumps(result | {"met": result["ratio_2"] <= 1.1 and result["ratio_4"] <= 1.1}))
+    return result | {"met": result["ratio_2"] <= 1.1 and result["ratio_4"] <= 1.1}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, steps=40, rounds=2)

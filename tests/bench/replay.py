@@ -18,31 +18,17 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
+import bench
 
 POINTS = 3.0
 """How far the forecast may be from the run."""
 TRAINER = [sys.executable, "-m", "elastic_trainer"]
 
 
-def main() -> None:
-    """Run both and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--speed", type=float, default=60.0)
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--example", default="gpt")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(options, Path(folder))))
-
-
-def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Replay the trace, and let `plan` forecast the same."""
     replayed = subprocess.run(
         [*TRAINER, "replay", "--trace", str(options.trace.resolve()), "--speed", str(options.speed),
@@ -67,4 +53,4 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, trace=..., speed=60.0, hosts=4, steps=600, example="gpt")

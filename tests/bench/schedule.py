@@ -32,11 +32,8 @@ def ours() -> dict[str, float]:
     from elastic_trainer.schedule.schedule import Schedule
 
     def construct() -> Schedule:
-        return Schedule(dataset_size=OURS_SAMPLES,
-                        global_batch=GLOBAL_BATCH,
-                        microbatches=MICROBATCHES,
-                        epochs=2,
-                        seed=1)
+        return Schedule(dataset_size=OURS_SAMPLES, global_batch=GLOBAL_BATCH,
+                        microbatches=MICROBATCHES, epochs=2, seed=1)
 
     def samples(step: int) -> int:
         return sum(schedule.microbatch_samples(step, microbatch).size
@@ -86,14 +83,12 @@ def status_mb(key: str) -> float:
     """Read one line of /proc/self/status: VmRSS is the memory now, VmHWM its peak. Source:
     proc(5)."""
     with open("/proc/self/status") as lines:
-        return next(int(line.split()[1])
-                    for line in lines if line.startswith(key + ":")) * 1024 / 1e6
+        return next(int(line.split()[1]) for line in lines
+                    if line.startswith(key + ":")) * 1024 / 1e6
 
 
 def in_fresh_process(arm: str) -> dict[str, float]:
-    done = subprocess.run([sys.executable, __file__, arm],
-                          stdout=subprocess.PIPE,
-                          text=True,
+    done = subprocess.run([sys.executable, __file__, arm], stdout=subprocess.PIPE, text=True,
                           check=True)
     measured = json.loads(done.stdout.splitlines()[-1])
     return {f"{arm}_{key}": float(f"{value:.4g}") for key, value in measured.items()}

@@ -25,18 +25,14 @@ import json
 import random
 import signal
 import statistics
-import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import bench
 import psutil
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from cluster import JOB, Cluster, weights_alone  # noqa: E402
+from cluster import JOB, Cluster, weights_alone
 
 from elastic_trainer.views.verify import verify  # noqa: E402
 
@@ -50,29 +46,9 @@ SPARE_STEPS = 3000
 meanwhile."""
 
 
-def main() -> None:
-    """Run the soak and its twin and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--faults", type=int, default=30)
-    parser.add_argument("--steps-per-fault", type=int, default=150)
-    parser.add_argument("--spare-steps",
-                        type=int,
-                        default=SPARE_STEPS,
-                        help="steps after the last fault")
-    parser.add_argument("--measure-at",
-                        type=int,
-                        default=100,
-                        help="after how many faults the growth is counted from")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--keep", type=Path, help="a folder for the run, kept")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        result = soak(options.keep or Path(folder), options)
-    print(json.dumps(result))
-
-
-def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
-    """Return what the run was like."""
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the soak and its twin."""
+    folder = options.keep or folder
     folder.mkdir(parents=True, exist_ok=True)
     chance, done, struck = random.Random(options.seed), Counter[str](), set[str]()
     frozen: dict[str, float] = {}
@@ -109,8 +85,7 @@ def soak(folder: Path, options: argparse.Namespace) -> dict[str, object]:
                 calm = listed[:FEWEST]  # each worker more is some sockets more
                 cluster.set_hosts(calm)
                 now = cluster.wait_for("calm world",
-                                       lambda calm=calm: footprint(cluster, struck, calm),
-                                       300)
+                                       lambda calm=calm: footprint(cluster, struck, calm), 300)
                 cluster.set_hosts(listed)
                 grown |= {f"{name}_100": value
                           for name, value in now.items()} if number == options.measure_at else {}
@@ -149,14 +124,12 @@ def footprint(cluster: Cluster, struck: set[str], listed: list[str]) -> dict[str
     try:
         driver, *others = (psutil.Process(pid)
                            for pid in (cluster.driver_pid(), *(live[name] for name in workers)))
-        driver_files, worker_files = driver.num_fds(), statistics.median(worker.num_fds()
-                                                                         for worker in others)
+        driver_files = driver.num_fds()
+        worker_files = statistics.median(worker.num_fds() for worker in others)
         worker_bytes = statistics.median(worker.memory_info().rss for worker in others)
-        return dict(
-            zip(FOOTPRINT,
-                (round(driver.memory_info().rss / 2**20, 1), round(worker_bytes / 2**20, 1),
-                 driver_files + worker_files, driver_files, worker_files),
-                strict=True))
+        return dict(zip(FOOTPRINT, (
+            round(driver.memory_info().rss / 2**20, 1), round(worker_bytes / 2**20, 1),
+            driver_files + worker_files, driver_files, worker_files), strict=True))
     except (psutil.NoSuchProcess, StopIteration):  # one ended meanwhile
         return {}
 
@@ -170,4 +143,5 @@ def training(cluster: Cluster, struck: set[str], listed: list[str]) -> list[str]
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, faults=30, steps_per_fault=150, spare_steps=SPARE_STEPS, measure_at=100,
+              seed=0, keep=Path)

@@ -15,49 +15,33 @@ waiting_ratio.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from cluster import Cluster  # noqa: E402
+import bench
+import psutil
+from cluster import Cluster
 
 from elastic_trainer.host.standbys import FOLDER_VARIABLE  # noqa: E402
 
 NOTHING_MEASURABLE = 1.03
 
 
-def memory_mb(pid: int) -> tuple[float, float]:
-    """Return the megabytes of a process that are resident, and those that only it has."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
-    kb = {line.split(":")[0]: int(line.split()[1]) for line in lines}
-    return kb["Rss"] * 1024 / 1e6, (kb["Private_Clean"] + kb["Private_Dirty"]) * 1024 / 1e6
-
-
-def main() -> None:
-    """Measure and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
-    options = parser.parse_args()
-    job = [sys.executable, str(HERE / "jobs" / "mlp.py"), "--steps", "1000000"]
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Train, and let standbys boot and wait."""
     seconds: dict[str, list[float]] = {"none": [], "booting": [], "waiting": []}
     boots, resident, own = [], [], []
-    with tempfile.TemporaryDirectory() as folder, Cluster(Path(folder), command=job) as cluster:
-        def measure(what: str, since: float, until: float) -> None:
-            times = [
-                e["time"] for e in cluster.events("worker.step_committed")
-                if since <= e["time"] <= until
-            ]
-            seconds[what] += [b - a for a, b in zip(times, times[1:], strict=False)]
+    with Cluster(folder, command=bench.ENDLESS) as cluster:
+        def note(what: str, since: float, until: float) -> None:
+            times = [e["time"] for e in cluster.events("worker.step_committed")
+                     if since <= e["time"] <= until]
+            seconds[what] += [b - a for a, b in pairwise(times)]
 
         def let_pass(steps: int) -> tuple[float, float]:
             since, step = time.time(), cluster.events("worker.step_committed")[-1]["step"]
@@ -67,51 +51,40 @@ def main() -> None:
 
         cluster.wait_for_step(10)
         for number in range(options.rounds):
-            measure("none", *let_pass(options.steps))
-            service = subprocess.Popen([
-                sys.executable, "-m", "elastic_trainer", "standby", "--run-dir",
-                str(cluster.run_dir), "--", *job
-            ],
-                                       env=os.environ | {FOLDER_VARIABLE: f"{folder}/standbys"},
-                                       stdin=subprocess.DEVNULL)
+            note("none", *let_pass(options.steps))
+            service = subprocess.Popen(
+                [sys.executable, "-m", "elastic_trainer", "standby", "--run-dir",
+                 str(cluster.run_dir), "--", *bench.ENDLESS], stdin=subprocess.DEVNULL,
+                env=os.environ | {FOLDER_VARIABLE: f"{folder}/standbys"})
             try:
                 since = time.time()
                 booted = cluster.wait_for("standby",
                                           lambda n=number: cluster.events("standby.booted")[n:])[0]
-                measure("booting", since, booted["time"])
+                note("booting", since, booted["time"])
                 boots.append(booted["boot_s"])
-                measure("waiting", *let_pass(options.steps))
-                monitor = booted["pid"]
-                children = Path(f"/proc/{monitor}/task/{monitor}/children").read_text()
-                standby = int(children.split()[0])
-                both = [memory_mb(pid) for pid in (monitor, standby)]
-                resident.append(sum(mb for mb, _ in both))
-                own.append(sum(mb for _, mb in both))
+                note("waiting", *let_pass(options.steps))
+                monitor = psutil.Process(booted["pid"])
+                both = [one.memory_full_info() for one in (monitor, *monitor.children()[:1])]
+                resident.append(sum(one.rss for one in both) / 1e6)
+                own.append(sum(one.uss for one in both) / 1e6)
             finally:
                 service.terminate()
                 service.wait()
-            print(
-                {what: round(statistics.median(found), 4)
-                 for what, found in seconds.items()},
-                f"{resident[-1]:.0f} MB, {own[-1]:.0f} of them its own; booted in {boots[-1]:.1f} "
-                f"s",
-                flush=True)
-        measure("none", *let_pass(options.steps))
+            print({what: round(statistics.median(found), 4) for what, found in seconds.items()},
+                  f"{resident[-1]:.0f} MB, {own[-1]:.0f} of them its own; booted in "
+                  f"{boots[-1]:.1f} s", flush=True)
+        note("none", *let_pass(options.steps))
     median = {what: statistics.median(found) for what, found in seconds.items()}
     waiting = median["waiting"] / median["none"]
-    print(
-        json.dumps({
-            "standby_memory_mb": round(statistics.median(resident)),
+    return {"standby_memory_mb": round(statistics.median(resident)),
             "standby_own_memory_mb": round(statistics.median(own)),
-            "boot_s": round(statistics.median(boots),
-                            2), "booting_ratio": round(median["booting"] / median["none"],
-                                                       3), "waiting_ratio": round(waiting, 3),
-            "step_s": {what: round(s, 4)
-                       for what, s in median.items()},
-            "steps": {what: len(found)
-                      for what, found in seconds.items()}, "met": waiting <= NOTHING_MEASURABLE
-        }))
+            "boot_s": round(statistics.median(boots), 2),
+            "booting_ratio": round(median["booting"] / median["none"], 3),
+            "waiting_ratio": round(waiting, 3),
+            "step_s": {what: round(s, 4) for what, s in median.items()},
+            "steps": {what: len(found) for what, found in seconds.items()},
+            "met": waiting <= NOTHING_MEASURABLE}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, rounds=2, steps=30)

@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
+import bench
+
+INTERFACE = "lab0"
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1", "0x7f.1")
 
 
@@ -31,28 +34,35 @@ class Line:
 class StockJob:
     """One job; use as a context manager."""
 
-    def __init__(self,
-                 folder: Path,
-                 hosts: Sequence[str],
-                 *,
-                 interface: str = "lo",
+    def __init__(self, folder: Path, hosts: Sequence[str], *, interface: str = "lo",
                  job: Sequence[str] = (),
                  start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen):
         self.folder, self.log = folder, folder / "steps"
+        folder.mkdir(parents=True, exist_ok=True)
         self.set_hosts(hosts)
         script = folder / "hosts.sh"
         script.write_text(f"#!/bin/sh\ncat {folder / 'hosts'}\n")
         script.chmod(0o755)
-        command = [
-            str(Path(sys.executable).parent / "horovodrun"), "-np",
-            str(len(hosts)), "--min-np", "2", "--host-discovery-script",
-            str(script), "--network-interfaces", interface, sys.executable,
-            str(HERE / "jobs" / "stock.py"),
-            str(self.log), "1000000", *job
-        ]
+        command = [str(Path(sys.executable).parent / "horovodrun"), "-np", str(len(hosts)),
+                   "--min-np", "2", "--host-discovery-script", str(script), "--network-interfaces",
+                   interface, *bench.job("stock.py", str(self.log), "1000000", *job)]
         self.is_here = start is subprocess.Popen
         self.process = start(command, stdout=open(folder / "output", "w"), stderr=subprocess.STDOUT,
                              start_new_session=True)
+
+    @classmethod
+    @contextmanager
+    def in_lab(cls, folder: Path, hosts: Sequence[str],
+               job: Sequence[str] = ()) -> Iterator[tuple[Any, StockJob]]:
+        """Run a job on hosts of a lab of its own (tests/netlab.py); yields the lab, too."""
+        from netlab import COORDINATOR, Lab
+
+        with Lab(folder / "lab", interface=INTERFACE, has_agents=False) as lab:
+            lab.boot(COORDINATOR, *hosts)
+            with cls(folder, hosts, interface=INTERFACE, job=job,
+                     start=lambda *command, **popen: lab.start(COORDINATOR, *command,
+                                                               **popen)) as started:
+                yield lab, started
 
     def __enter__(self) -> StockJob:
         return self
@@ -82,19 +92,20 @@ class StockJob:
         if not self.log.exists():
             return []
         rows = [line.split() for line in self.log.read_text().splitlines()]
-        return [
-            Line(float(t), int(rank), int(size), int(step), int(pid))
-            for t, rank, size, step, pid in rows
-        ]
+        return [Line(float(t), int(rank), int(size), int(step), int(pid))
+                for t, rank, size, step, pid in rows]
 
     def next_step_after(self, moment: float, size: int, deadline_s: float) -> float:
         """Return how long after a moment the first step of a world of another size was finished;
         inf: not in time."""
-        after = self.wait(
-            lambda:
-            [line.time for line in self.lines() if line.time > moment + 0.05 and line.size != size],
-            deadline_s)
+        after = self.wait(lambda: [line.time for line in self.lines()
+                                   if line.time > moment + 0.05 and line.size != size], deadline_s)
         return float(after[0] - moment) if after else float("inf")
+
+    def wait_for_step(self, step: int, deadline_s: float) -> None:
+        """Wait until some rank has done a step."""
+        assert self.wait(lambda: any(line.step >= step for line in self.lines()),
+                         deadline_s), self.output()
 
     def pids(self) -> set[int]:
         """Return the pids of all workers that have ever done a step."""

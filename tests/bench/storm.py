@@ -25,24 +25,19 @@ import argparse
 import itertools
 import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
+import bench
+import netlab
+from cluster import JOB, weights_alone
+from netlab import COORDINATOR, Fleet, Lab
+from stock_job import StockJob
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import netlab  # noqa: E402
-from cluster import JOB, weights_alone  # noqa: E402
-from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
-from stock_job import StockJob  # noqa: E402
-
-from elastic_trainer.rehearse.trace import listed, read_trace  # noqa: E402
+from elastic_trainer.rehearse.trace import listed, read_trace
 
 HOUR_S = 3600.0
 NOTICE_S = 120.0
@@ -50,7 +45,6 @@ STEP_S = 0.15
 """How long a worker takes to read one of the 8 micro-batches of a batch (the peer: its part of a
 batch)."""
 MICROBATCHES = 8
-INTERFACE = "lab0"
 AIM = 0.95
 
 
@@ -146,7 +140,6 @@ def goodput(steps: Sequence[Step], present: Sequence[tuple[float, int]], began: 
 def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dict[str, Any]:
     """Run ours through the storm and to its end, and compare with the undisturbed twin."""
     job = ["--steps", str(int(1.2 * seconds / (STEP_S * 1.3))), "--checkpoint-every", "50"]
-    (folder / "lab").mkdir()
     with Lab(folder / "lab", has_agents=False) as lab:
         first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
         lab.boot(COORDINATOR, *first)
@@ -158,54 +151,34 @@ def ours(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> dic
             assert fleet.process and fleet.process.poll() is None, fleet.story()
             (folder / "hurry").touch()
             exit_code = fleet.wait(280.0)
-            committed = [e for e in fleet.events("worker.step_committed") if not e.get("repeated")]
-            kept = {e["step"]: e for e in committed}  # what was done again counts once
-            steps = [
-                Step(e["time"], e["size"], e["samples"])
-                for e in sorted(kept.values(), key=lambda e: e["time"])
-            ]
+            kept = {e["step"]: e for e in fleet.committed()}  # what was done again counts once
+            steps = [Step(e["time"], e["size"], e["samples"])
+                     for e in sorted(kept.values(), key=lambda e: e["time"])]
             result = json.loads((fleet.run_dir / "result.json").read_text())
             lost, generations = len(fleet.lost()), result["generations"]
     twin = weights_alone([*JOB, *job], folder, None)
-    return {
-        "goodput": goodput(steps, storm.present, began,
-                           ended), "finished": exit_code == 0, "generations": generations,
-        "bits_equal": result["weights_sha256"] == twin,
-        "second_victims": lost, "steps": len(steps), "steps_redone": result["steps_redone"],
-        "attempts": result["attempts"]
-    }
+    return {"goodput": goodput(steps, storm.present, began, ended), "finished": exit_code == 0,
+            "generations": generations, "bits_equal": result["weights_sha256"] == twin,
+            "second_victims": lost, "steps": len(steps), "steps_redone": result["steps_redone"],
+            "attempts": result["attempts"]}
 
 
 def peer(folder: Path, plan: Sequence[tuple[float, int]], seconds: float) -> float:
     """Run stock Horovod through the same storm; returns its goodput."""
-    (folder / "lab").mkdir()
-    with Lab(folder / "lab", interface=INTERFACE, has_agents=False) as lab:
-        first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
-        lab.boot(COORDINATOR, *first)
-        with StockJob(
-                folder,
-                first,
-                interface=INTERFACE,
-                job=[str(2 * STEP_S), "256"],
-                start=lambda *command, **popen: lab.start(COORDINATOR, *command, **popen)) as job:
-            assert job.wait(lambda: any(line.step >= 5 for line in job.lines()), 120), job.output()
-            storm = Storm(lab, job.set_hosts, len(first))
-            began, ended = storm.play(plan, seconds)
-            done: dict[int, Step] = {}
-            for line in job.lines():
-                if line.rank == 0:
-                    done.setdefault(line.step, Step(line.time, line.size, 16 * line.size))
+    first = [f"h{number}" for number in range(1, plan[0][1] + 1)]
+    with StockJob.in_lab(folder, first, [str(2 * STEP_S), "256"]) as (lab, job):
+        job.wait_for_step(5, 120)
+        storm = Storm(lab, job.set_hosts, len(first))
+        began, ended = storm.play(plan, seconds)
+        done: dict[int, Step] = {}
+        for line in job.lines():
+            if line.rank == 0:
+                done.setdefault(line.step, Step(line.time, line.size, 16 * line.size))
     return goodput(sorted(done.values(), key=lambda step: step.time), storm.present, began, ended)
 
 
-def main() -> None:
-    """Run the arms and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--hosts", type=int, default=6)
-    parser.add_argument("--arm", choices=("both", "ours", "peer"), default="both")
-    options = parser.parse_args()
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Run the arms."""
     netlab.prepare()
     nodes = capacity(options.trace)
     plan = scaled(nodes, options.hosts, options.seconds)
@@ -213,20 +186,16 @@ def main() -> None:
     changes = len(plan) - 1
     result: dict[str, Any] = {"changes": changes, "changes_per_hour_of_the_trace": len(nodes) - 1}
     if options.arm != "peer":
-        with tempfile.TemporaryDirectory() as folder:
-            result |= ours(Path(folder), plan, options.seconds)
+        result |= ours(folder / "ours", plan, options.seconds)
         cost_s = (1.0 - result["goodput"]) * options.seconds / changes
         at_rate = 1.0 - cost_s * (len(nodes) - 1) / HOUR_S
-        result |= {
-            "goodput": round(result["goodput"], 4), "cost_of_a_change_s": round(cost_s, 2),
-            "goodput_at_trace_rate": round(at_rate,
-                                           4), "met": at_rate >= AIM and result["bits_equal"]
-        }
+        result |= {"goodput": round(result["goodput"], 4), "cost_of_a_change_s": round(cost_s, 2),
+                   "goodput_at_trace_rate": round(at_rate, 4),
+                   "met": at_rate >= AIM and result["bits_equal"]}
     if options.arm != "ours":
-        with tempfile.TemporaryDirectory() as folder:
-            result["peer_goodput"] = round(peer(Path(folder), plan, options.seconds), 4)
-    print(json.dumps(result))
+        result["peer_goodput"] = round(peer(folder / "peer", plan, options.seconds), 4)
+    return result
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, trace=..., seconds=180.0, hosts=6, arm=("both", "ours", "peer"))

@@ -24,7 +24,6 @@ import pty
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import urllib.request
@@ -32,21 +31,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bench
+import long_run
 import psutil
-from bounded import bounded
+from cluster import Cluster
+from folds import host_seconds
+from netlab import wait_for
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-sys.path.insert(0, str(HERE))
-import long_run  # noqa: E402
-from cluster import Cluster  # noqa: E402
-from folds import host_seconds  # noqa: E402
-
-from elastic_trainer.driver.progress import NowFile  # noqa: E402
-from elastic_trainer.driver.roster import Phase, Roster  # noqa: E402
-from elastic_trainer.events.log import Events, read_events  # noqa: E402
-from elastic_trainer.events.summary import summarize_log  # noqa: E402
-from elastic_trainer.wire.heartbeat import At  # noqa: E402
+from elastic_trainer.driver.progress import NowFile
+from elastic_trainer.driver.roster import Phase, Roster
+from elastic_trainer.events.log import Events, read_events
+from elastic_trainer.events.summary import summarize_log
+from elastic_trainer.wire.heartbeat import At
 
 PROGRAM = [sys.executable, "-m", "elastic_trainer"]
 STORMS = {"storm": "rate=60/h,bulk=0.4,notice=0.5,replace=60,hours=0.25,seed=7",
@@ -58,23 +54,15 @@ ASKS_S = 0.8
 """The interval of the page's script."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--long-faults", type=int, default=10_000)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        found = books(Path(folder), options.faults)
-        found |= page(Path(folder), options.steps, options.long_faults)
-        found |= watching(Path(folder)) | {"now_ms": [
-            now_ms(Path(folder), workers) for workers in (4, 64, 1000)]}
-    print(json.dumps(found))
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure all three."""
+    return (books(folder, options.faults) | page(folder, options.steps, options.long_faults)
+            | watching(folder) | {"now_ms": [now_ms(folder, workers) for workers in (4, 64, 1000)]})
 
 
 def books(folder: Path, faults: int) -> dict[str, Any]:
     """Return how far the accounts are from the lives of the hosts."""
-    subprocess.run([sys.executable, HERE / "soak.py", "--faults", str(faults), "--keep",
+    subprocess.run([sys.executable, bench.HERE / "soak.py", "--faults", str(faults), "--keep",
                     folder / "soak"], check=True)
     for name, storm in STORMS.items():
         subprocess.run([*PROGRAM, "replay", "--storm", storm, "--speed", "6", "--run", name,
@@ -188,12 +176,9 @@ class Watch:
                 return
 
     def _address(self) -> str:
-        deadline = time.monotonic() + 60
-        while not (found := re.search(rb"http://\S+/", bytes(self._text))):
-            assert time.monotonic() < deadline, self._text
-            time.sleep(0.05)
-        return found[0].decode()
+        wait_for("address", lambda: re.search(rb"http://\S+/", bytes(self._text)), 60)
+        return re.findall(rb"http://\S+/", bytes(self._text))[0].decode()
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, faults=20, steps=1_000_000, long_faults=10_000)

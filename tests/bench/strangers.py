@@ -8,7 +8,8 @@ are idle, trickle, send too much, replay, mirror, forge, pickle, send random byt
 reset or shut half of the connection: each way in a turn of its own, then all together. Open ports
 are found in /proc/net of every host; sshd's is left out. Honest questions are asked every 0.2 s.
 With --joins 1 the attack goes on and one more host joins, while a client that knows each port as
-soon as it is open connects to it first.
+soon as it is open connects to it first. --rate is in connections a second, --turn are the seconds
+of each way, and --folder keeps the run.
 
 - Growth is that of private memory, from before the attack to its peak. The rendezvous lives in the
   driver's process, so mb_rendezvous is the same figure as mb_driver.
@@ -25,20 +26,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import netlab  # noqa: E402
-from besieged import GROWTH_MIB, LATE_S, FirstComer, Siege, Tap  # noqa: E402
-from cluster import JOB, weights_alone  # noqa: E402
-from netlab import COORDINATOR, Fleet, Lab  # noqa: E402
+import bench
+import netlab
+from besieged import GROWTH_MIB, LATE_S, FirstComer, Siege, Tap
+from cluster import JOB, weights_alone
+from netlab import COORDINATOR, Fleet, Lab
 
 STEP_S = 0.25
 MICROBATCHES = 8
@@ -65,11 +61,12 @@ def join(lab: Lab, fleet: Fleet, names: list[str], newcomer: str) -> float:
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Attack one run; return what was found."""
+    netlab.prepare()
+    folder = options.folder or folder
     names = [f"h{number + 1}" for number in range(options.hosts)]
     per_step_s = STEP_S * MICROBATCHES / options.hosts
     steps = int((options.seconds + QUIET_S + JOIN_S * options.joins) / per_step_s) + 60
     job = ["--steps", str(steps)]
-    (folder / "lab").mkdir()
     with Lab(folder / "lab") as lab:
         fleet = Fleet(lab, folder, names, job=[*job, "--step-s", str(STEP_S)], own_disks=True,
                       options=["--store", str(folder / "store")])
@@ -142,23 +139,6 @@ def print_found(siege: Siege) -> None:
         print(f"{name}: {facts}")
 
 
-def main() -> None:
-    """Run and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=240.0)
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--addresses", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=300.0, help="connections a second")
-    parser.add_argument("--turn", type=float, default=10.0, help="seconds for each way")
-    parser.add_argument("--joins", type=int, choices=(0, 1), default=0)
-    parser.add_argument("--folder", type=Path, help="where the run is kept; without it, nowhere")
-    options = parser.parse_args()
-    netlab.prepare()
-    with tempfile.TemporaryDirectory() as folder:
-        if options.folder:
-            options.folder.mkdir(parents=True)
-        print(json.dumps(measure(options.folder or Path(folder), options)))
-
-
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, seconds=240.0, hosts=4, addresses=200, rate=300.0, turn=10.0, joins=0,
+              folder=Path)

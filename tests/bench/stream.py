@@ -31,29 +31,24 @@ import argparse
 import io
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 import venv
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import s3_servers  # noqa: E402
+import bench
+import s3_servers
 
 PER_ARCHIVE, EPOCHS = 1000, 3
 ATTEMPTS = 3
 FAILED: list[str] = []
 """The arms that have failed, once for each failure. They are tried again."""
-JOB = HERE / "jobs" / "streams.py"
+JOB = bench.HERE / "jobs" / "streams.py"
 PEERS = ("mosaicml-streaming==0.13.0", "brotli", "python-snappy", "cramjam", "zstd", "catalogue",
          "numpy<2.2")
 STAND_IN = {
@@ -61,22 +56,14 @@ STAND_IN = {
     "transforms/functional.py": "def to_tensor(image): raise NotImplementedError\n"}
 
 
-def main() -> None:
-    """Measure and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--samples", type=int, default=20_000)
-    parser.add_argument("--bytes", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        peer = peers_python(folder / "peers")
-        with s3_servers.ceph(folder / "s3") as endpoint:
-            env = s3_servers.environment(endpoint)
-            os.environ.update(env, S3_ENDPOINT_URL=endpoint)
-            write(folder, endpoint, options.samples, options.bytes, peer)
-            rates = measured(folder, peer, options.samples, options.rounds)
-    print(json.dumps({"samples": options.samples, "bytes": options.bytes, **rates}))
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Write the samples, and read them with each arm."""
+    peer = peers_python(folder / "peers")
+    with s3_servers.ceph(folder / "s3") as endpoint:
+        os.environ.update(s3_servers.environment(endpoint), S3_ENDPOINT_URL=endpoint)
+        write(folder, endpoint, options.samples, options.bytes, peer)
+        rates = measured(folder, peer, options.samples, options.rounds)
+    return {"samples": options.samples, "bytes": options.bytes, **rates}
 
 
 def measured(folder: Path, peer: str, samples: int, rounds: int) -> dict[str, Any]:
@@ -117,7 +104,7 @@ def measured(folder: Path, peer: str, samples: int, rounds: int) -> dict[str, An
 def ran(python: str, arm: str, folder: Path, cache: Path, samples: int) -> dict[str, Any]:
     """Run one arm in a process of its own; returns what it prints."""
     for _ in range(ATTEMPTS):
-        with emptied(cache) as empty:
+        with bench.empty(cache) as empty:
             done = subprocess.run([python, str(JOB), arm, str(folder), str(empty), str(samples)],
                                   capture_output=True, text=True, timeout=300)
         if not done.returncode:
@@ -126,14 +113,6 @@ def ran(python: str, arm: str, folder: Path, cache: Path, samples: int) -> dict[
         FAILED.append(arm)
         print(f"{arm} failed: {done.stderr.strip().splitlines()[-1]}", flush=True)
     raise SystemExit(f"{arm} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-
-
-@contextmanager
-def emptied(folder: Path) -> Iterator[Path]:
-    """Give an empty folder for as long as the block."""
-    folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        yield Path(name)
 
 
 def peers_python(home: Path) -> str:
@@ -179,10 +158,8 @@ def write(folder: Path, endpoint: str, samples: int, size: int, peer: str) -> No
 
 def body_of(number: int, size: int) -> bytes:
     """Return the bytes of a sample."""
-    import random
-
     return random.Random(number).randbytes(size)
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, samples=20_000, bytes=10_000, rounds=2)

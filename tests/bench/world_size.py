@@ -16,21 +16,16 @@ Last line: one JSON object with form_s, kill_to_step_s, join_pause_s (by size), 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
-import sys
-import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-from cluster import Cluster  # noqa: E402
+import bench
+from cluster import Cluster
 
 LIMITS = "boot_s=900,start_s=900"
 """The workers that boot at once, each importing torch, on a few cores."""
@@ -39,15 +34,13 @@ STEPS_AFTER = 3
 BARS = {"form_s": 15.0, "kill_to_step_s": 6.0}
 
 
-def measure(size: int, folder: Path) -> dict[str, Any]:
+def measured(size: int, folder: Path) -> dict[str, Any]:
     """Run one world of this size; return its seconds, revivals and healthy workers lost."""
     os.environ["ELASTIC_TRAINER_LIMITS"] = LIMITS
-    job = [sys.executable, str(HERE / "jobs" / "tiny.py")]
-    with Cluster(folder, hosts=size, command=job, min_workers=1, options=["--standby",
-                                                                          "0"]) as cluster:
+    with Cluster(folder, hosts=size, command=bench.job("tiny.py"), min_workers=1,
+                 options=["--standby", "0"]) as cluster:
         def steps(generation: int = 0) -> list[float]:
-            return [e["time"] for e in cluster.events("worker.step_committed")
-                    if e["generation"] >= generation and not e.get("repeated")]
+            return [e["time"] for e in cluster.committed(generation)]
 
         def wait_for_world(after: int) -> int:
             return int(cluster.wait_for(f"world of {size}", lambda: [
@@ -67,7 +60,7 @@ def measure(size: int, folder: Path) -> dict[str, Any]:
         joined = wait_for_world(first)
         cluster.wait_for("steps after the join", lambda: len(steps(joined)) > STEPS_AFTER, BOOT_S)
         times = [t for t in steps(first + 1) if t <= steps(joined)[STEPS_AFTER]]
-        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(times)]
         pause_s = max(gaps) - statistics.median(gaps) if gaps else float("nan")
         lost = [e for e in cluster.lost() if e["pid"] != struck]
         result = {"form_s": formed - ready, "kill_to_step_s": went_on_s, "join_pause_s": pause_s,
@@ -79,23 +72,18 @@ def measure(size: int, folder: Path) -> dict[str, Any]:
         return result
 
 
-def main() -> None:
-    """Measure each size and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sizes", default="4,16,48")
-    sizes = list(map(int, parser.parse_args().sizes.split(",")))
-    results = {}
-    for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            results[size] = measure(size, Path(folder))
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure each size."""
+    results = {size: measured(size, folder / f"{size}")
+               for size in map(int, options.sizes.split(","))}
     figures = {name: {size: round(result[name], 2) for size, result in results.items()}
-            for name in ("form_s", "kill_to_step_s", "join_pause_s")}
+               for name in ("form_s", "kill_to_step_s", "join_pause_s")}
     revived, lost = (sum(result[name] for result in results.values())
                      for name in ("revived", "lost"))
     met = not revived and not lost and all(figures[name][size] < bar for name, bar in BARS.items()
-                                           for size in sizes)
-    print(json.dumps(figures | {"revived": revived, "lost": lost, "met": met}))
+                                           for size in results)
+    return figures | {"revived": revived, "lost": lost, "met": met}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, sizes="4,16,48")

@@ -16,55 +16,27 @@ Last line: one JSON object with first_step_s, steps_lost, phases.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from bounded import bounded
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-import netlab  # noqa: E402
-from netlab import COORDINATOR, Fleet, Lab, store_on  # noqa: E402
-from s3_servers import BUCKET  # noqa: E402
+import bench
+import netlab
+from netlab import COORDINATOR, Fleet, Lab, store_on
+from s3_servers import BUCKET
 
 OLD, NEW = ["h1", "h2", "h3", "h4"], ["h5", "h6", "h7", "h8"]
 LIMIT_S = 30.0
 
 
-def main() -> None:
-    """Run it and print the result."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--every",
-                        type=int,
-                        default=20,
-                        help="steps between checkpoints (%(default)s)")
-    options = parser.parse_args()
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Return what it cost; --every are the steps between checkpoints."""
+    every: int = options.every
     netlab.prepare()
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(zero(Path(folder), options.every)))
-
-
-def zero(folder: Path, every: int) -> dict[str, Any]:
-    """Return what it cost."""
-    job = [
-        sys.executable,
-        str(HERE / "jobs" / "mlp.py"), "--steps", "1000000", "--checkpoint-every",
-        str(every)
-    ]
-    (folder / "lab").mkdir()
     with Lab(folder / "lab", has_agents=False) as lab:
-        fleet = Fleet(lab,
-                      folder,
-                      OLD,
-                      command=job,
-                      min_workers=1,
-                      own_disks=True,
-                      options=["--store", f"s3://{BUCKET}/zero"])
+        fleet = Fleet(lab, folder, OLD, command=[*bench.ENDLESS, "--checkpoint-every", str(every)],
+                      min_workers=1, own_disks=True, options=["--store", f"s3://{BUCKET}/zero"])
         lab.boot(COORDINATOR, "h9", *OLD)
         with store_on(lab, "h9", folder / "s3") as environment, ExitStack() as stack:
             fleet.env |= environment
@@ -77,13 +49,8 @@ def zero(folder: Path, every: int) -> dict[str, Any]:
             ready_at = time.time()
             fleet.set_hosts(NEW)
 
-            def new_steps() -> list[dict[str, Any]]:
-                return [
-                    e for e in fleet.events("worker.step_committed")
-                    if e["attempt"] == 2 and not e.get("repeated")
-                ]
-
-            fleet.wait_for("first new step", new_steps)
+            new_steps = fleet.wait_for("first new step", lambda: [
+                e for e in fleet.committed() if e["attempt"] == 2])
             moments = [("old ones given up", "attempt.ended"), ("next attempt", "attempt.started"),
                        ("workers started", "driver.worker_started"),
                        ("workers ready", "driver.worker_ready"),
@@ -96,13 +63,11 @@ def zero(folder: Path, every: int) -> dict[str, Any]:
                 times = [e["time"] for e in fleet.events(event) if e["attempt"] == attempt]
                 at = times[-1] if event == "driver.worker_ready" else times[0]
                 phases[phase], before = round(at - before, 3), max(at, before)
-            first = new_steps()[0]
+            first = new_steps[0]
     first_step_s, lost = first["time"] - ready_at, last + 1 - first["step"]
-    return {
-        "first_step_s": round(first_step_s, 3), "steps_lost": lost, "checkpoint_every": every,
-        "phases": phases, "met": first_step_s < LIMIT_S and lost <= every
-    }
+    return {"first_step_s": round(first_step_s, 3), "steps_lost": lost, "checkpoint_every": every,
+            "phases": phases, "met": first_step_s < LIMIT_S and lost <= every}
 
 
 if __name__ == "__main__":
-    sys.exit(bounded(main))
+    bench.run(measure, every=20)
