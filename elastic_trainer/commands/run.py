@@ -30,9 +30,9 @@ EXPECTED_EXITS = (0, 130)
 
 def main(argv: list[str]) -> int:
     """Train to the end, in as many attempts as it takes; returns the exit code."""
+    wanted = parse_run(argv)
     from elastic_trainer.commands.local_s3 import local_s3
 
-    wanted = parse_run(argv)
     try:
         make_folder(wanted.run_dir)
     except OSError as error:

@@ -9,7 +9,6 @@ import argparse
 import os
 import re
 import shlex
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ NEEDED = {"digits": ("sklearn", "scikit-learn"), "gan": ("sklearn", "scikit-lear
 """What an example imports, and what to install for it."""
 WORKERS = 4
 LOCAL_S3 = "s3://elastic-trainer/checkpoints"
-DISCOVERY = Path(__file__).resolve().parent.parent / "discovery" / "__main__.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +319,7 @@ def list_hosts(run_dir: Path, hosts: Mapping[str, int]) -> str:
     make_folder(run_dir)
     file = run_dir / "hosts"
     write_text(file, "".join(f"{host}:{slots}\n" for host, slots in hosts.items()))
-    return shlex.join([sys.executable, "-S", "-I", str(DISCOVERY), "hosts-file", str(file)])
+    return own.listing(str(file))
 
 
 def store_of_run(store: str, run: str) -> str:

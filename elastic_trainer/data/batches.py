@@ -196,11 +196,15 @@ def _parts(value: Any) -> Iterable[Any]:
         return value.values()
     if isinstance(value, (list, tuple, deque, set, frozenset)):
         return value
+    return attributes(value).values()
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, also those that it has in slots."""
     slots = (name for kind in type(value).__mro__
-             for name in _names(getattr(kind, "__slots__", ())))
-    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name) for name in slots
-                                                        if not name.startswith("__")
-                                                        and hasattr(value, name))]
+             for name in _names(kind.__dict__.get("__slots__") or ()))
+    return {name: getattr(value, name) for name in slots
+            if not name.startswith("__") and hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
 def _names(slots: Any) -> Iterable[str]:

@@ -40,6 +40,21 @@ Wanted = tuple[int, int, int]
 """The number of a file, start and stop."""
 
 
+class Numbered:
+    """A dataset that reads several samples at once: `[i]` is one of them, from the end if i < 0."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        raise NotImplementedError
+
+    def __getitem__(self, number: int) -> Any:
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"sample {number} of {len(self)}")
+        return self.__getitems__([number % len(self)])[0]
+
+
 class Blocks:
     """Reads ranges of the files of a dataset."""
 

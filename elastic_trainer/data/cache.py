@@ -44,6 +44,7 @@ from typing import Any
 import numpy
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.host import locks
 
 PAGE_BYTES = 16 << 10
 MAGIC = b"ETblock2"
@@ -224,7 +225,7 @@ class Cache:
         """Hold the lock of the folder, whose file has the number of bytes in use."""
         descriptor = self._opened(LOCK)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)  # ends with this process, too
+            locks.take(descriptor)
             yield descriptor
         finally:
             os.close(descriptor)

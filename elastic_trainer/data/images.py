@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.data.blocks import BLOCK_BYTES, Blocks, make_cache
+from elastic_trainer.data.blocks import BLOCK_BYTES, Blocks, Numbered, make_cache
 from elastic_trainer.data.decoders import pil_image, raise_located, require_pillow
 from elastic_trainer.data.files import Files, Source, is_remote
 from elastic_trainer.data.index import Index, Kind, load, place_of, require_unchanged, store
@@ -30,7 +30,7 @@ from elastic_trainer.data.index import Index, Kind, load, place_of, require_unch
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
-class ImageFolder:
+class ImageFolder(Numbered):
     """Images as `root/class/…/name.png`, as a dataset of (image, class) with `len` and `[i]`.
 
     It has the classes, the order and the attributes of torchvision's ImageFolder (`classes`,
@@ -87,11 +87,6 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self.samples)
-
-    def __getitem__(self, number: int) -> tuple[Any, Any]:
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        return self.__getitems__([number % len(self)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[tuple[Any, Any]]:
         """Return samples; those in a store are read in parallel."""
@@ -177,9 +172,4 @@ def index_images(files: Files, root: str, where: Any, *, anew: bool = False) -> 
     return require_unchanged(known, place, listed)
 
 
-def _flaw(index: Index) -> str:
-    """Return what is wrong with the content of an index; "": nothing."""
-    return "it has facts" if index.facts else ""
-
-
-IMAGES = Kind("images", {}, _flaw)
+IMAGES = Kind("images", {}, lambda index: "it has facts" if index.facts else "")

@@ -328,10 +328,9 @@ class Scanned:
         self.files, self.source, self.piece_bytes = files, source, piece_bytes
         self._at, self._start, self._piece = 0, 0, b""
 
-    def read(self, count: int = -1) -> bytes:
+    def read(self, count: int) -> bytes:
         """Return the next bytes; fewer at the end of the file."""
-        stop = self.source.size if count < 0 else min(self._at + count, self.source.size)
-        found = []
+        stop, found = min(self._at + count, self.source.size), []
         while self._at < stop:
             if not self._start <= self._at < self._start + len(self._piece):
                 self._start = self._at
@@ -342,14 +341,10 @@ class Scanned:
             self._at += len(found[-1])
         return b"".join(found)
 
-    def seek(self, at: int, whence: int = 0) -> int:
+    def seek(self, at: int) -> int:
         """Go to a byte of the file."""
-        self._at = at + (0, self._at, self.source.size)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """Return the number of the next byte."""
-        return self._at
+        self._at = at
+        return at
 
 
 def changed_meanwhile(url: str, sample: str) -> DataUnavailable:

@@ -26,7 +26,7 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.data.batches import fetch
+from elastic_trainer.data.batches import attributes, fetch
 from elastic_trainer.wire.proof import MARK, Leaf, Values
 
 MOST_BYTES = 4 << 20
@@ -167,10 +167,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, numpy.ndarray):  # of objects
         yield from ((str(number), one) for number, one in enumerate(value.reshape(-1).tolist()))
     else:
-        slots = {name: getattr(value, name) for kind in type(value).__mro__
-                 for name in (kind.__dict__.get("__slots__") or ())
-                 if not name.startswith("__") and hasattr(value, name)}
-        yield from sorted({**slots, **getattr(value, "__dict__", {})}.items())
+        yield from sorted(attributes(value).items())
 
 
 def _of_text(text: str) -> numpy.ndarray:

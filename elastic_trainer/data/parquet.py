@@ -29,7 +29,7 @@ from typing import Any
 import numpy
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.data.blocks import BLOCK_BYTES, Blocks, make_cache
+from elastic_trainer.data.blocks import BLOCK_BYTES, Blocks, Numbered, make_cache
 from elastic_trainer.data.decoders import image_tensor, pil_image, raise_located, require_pillow
 from elastic_trainer.data.files import DataUnavailable, Files, Range, Source
 from elastic_trainer.data.index import Index, changed_meanwhile
@@ -44,7 +44,7 @@ MOST_FOOTERS = 64
 """The number of parsed footers that a process keeps."""
 
 
-class ParquetFiles:
+class ParquetFiles(Numbered):
     """The rows of Parquet files, as a dataset with `len` and `[i]`.
 
     A sample is a dict from a column to a value; a list of numbers is a numpy array. `decode` has
@@ -90,11 +90,6 @@ class ParquetFiles:
 
     def __len__(self) -> int:
         return int(self.index.arrays["row_end"][-1])
-
-    def __getitem__(self, number: int) -> Any:
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        return self.__getitems__([number % len(self)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Return samples; each of their row groups is decoded at most once."""

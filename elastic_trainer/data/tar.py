@@ -30,7 +30,7 @@ import numpy
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data import archive
-from elastic_trainer.data.blocks import BLOCK_BYTES, Blocks, make_cache
+from elastic_trainer.data.blocks import BLOCK_BYTES, Blocks, Numbered, make_cache
 from elastic_trainer.data.decoders import Decode, decoders, raise_located
 from elastic_trainer.data.files import Files, Source
 from elastic_trainer.data.index import (
@@ -53,7 +53,7 @@ MOST_FIELDS = 1 << 16
 """The number of different fields that an index can hold."""
 
 
-class TarShards:
+class TarShards(Numbered):
     """The samples of tar archives in WebDataset's layout, as a dataset with `len` and `[i]`.
 
     A sample is a dict: `__key__`, and a value for each field (`png`, `cls`); with `fields` a tuple
@@ -91,11 +91,6 @@ class TarShards:
 
     def __len__(self) -> int:
         return len(self.index.arrays["file"])
-
-    def __getitem__(self, number: int) -> Any:
-        if not -len(self) <= number < len(self):
-            raise IndexError(f"sample {number} of {len(self)}")
-        return self.__getitems__([number % len(self)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Return samples; their ranges are read in parallel."""

@@ -1,7 +1,7 @@
 """Locks between the processes of a machine, on open files: they end with their process, also when
 it is killed (flock(2)).
 
-supervisor, event log, set-up, index, local S3 server → here → the kernel
+supervisor, event log, set-up, index, cache, local S3 server → here → the kernel
 
 The package filelock is not used: drivers inherit the descriptor of the supervisor's lock, `private`
 decides the mode of a lock's file in a shared folder, and the set-up runs before it has checked what

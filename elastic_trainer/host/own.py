@@ -31,6 +31,14 @@ def command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, HERE, module, *arguments]
 
 
+def listing(file: str) -> str:
+    """Return the command of the discovery that prints a hosts file, for horovodrun's shell."""
+    import shlex
+
+    discovery = os.path.join(ROOT, "elastic_trainer", "discovery", "__main__.py")
+    return shlex.join([sys.executable, "-S", "-I", discovery, "hosts-file", file])
+
+
 def settle() -> None:
     """Take the user's folders off the front of this process's path, before it imports more."""
     if not (getattr(sys.flags, "safe_path", False) or sys.flags.isolated):

@@ -266,8 +266,8 @@ def rehearse(wanted: Rehearsal) -> int:
     print(f"rehearsal {run_dir.name}: {wanted.source} on {len(wanted.hosts)} local hosts, "
           f"{wanted.speed:g} times as fast; the run is in {shown(run_dir)}. Stop it with Ctrl-C",
           flush=True)
-    code = follow(wanted, run_dir, ["--host-discovery-script", stage.discovery(), "-np", "1",
-                                    "--min-np", "1"], stage)
+    code = follow(wanted, run_dir, ["--host-discovery-script", own.listing(str(stage.file)),
+                                    "-np", "1", "--min-np", "1"], stage)
     twin = train_twin(wanted) if wanted.has_twin and code == 0 else None
     if code:
         print_end(run_dir / OUTPUT)

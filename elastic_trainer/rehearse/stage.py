@@ -12,10 +12,8 @@ What always holds:
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +29,6 @@ from elastic_trainer.host.processes import is_worker
 from elastic_trainer.rehearse.trace import Moment
 from elastic_trainer.views.status import Status
 
-DISCOVERY = Path(__file__).resolve().parent.parent / "discovery" / "__main__.py"
 TURN_S = 0.1
 STOP_S = 45.0
 """The time for the last step and checkpoint of a run that is stopped; the driver has 30 s."""
@@ -50,11 +47,6 @@ class Stage:
         self.noticed: set[str] = set()
         self.lost: set[str] = set()
         self._write()
-
-    def discovery(self) -> str:
-        """Return the command that prints the list."""
-        return shlex.join(
-            [sys.executable, "-S", "-I", str(DISCOVERY), "hosts-file", str(self.file)])
 
     def act(self, moment: Moment, ends: Mapping[str, float], again_s: float) -> None:
         """Let a moment happen. `ends`: the time of each host's loss; `again_s`: the time until the

@@ -41,7 +41,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         for arm, found in seconds.items():
             given = ("--workers", arm[-1])
             if arm.startswith("ddp"):
-                found += peer_seconds(ALLOCATOR, "slow_data.py", "--ddp", "--steps", steps, *given)
+                found += peer_seconds(ALLOCATOR, [*job, "--ddp", "--steps", steps, *given])
             else:
                 found += step_seconds(folder, WORKERS, "ring", options.steps, *given,
                                       program=job[1:])

@@ -22,6 +22,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,16 @@ ARMS = ("ddp", "ddp_same_allocator", "ring", "exact", "exact_loop", "ring_8_micr
         "exact_8_microbatches")
 
 
-def peer_seconds(settings: dict[str, str], file: str, *options: str) -> list[float]:
-    """Run a DDP job (its file in jobs/) with settings in its environment, and return the seconds of
-    each step after the warm-up."""
+def peer_seconds(settings: dict[str, str], job: list[str]) -> list[float]:
+    """Run a DDP job with settings in its environment, and return the seconds of each step after the
+    warm-up."""
     env = os.environ | settings | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(WORKERS),
         "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen(bench.job(file, *options), stdout=subprocess.PIPE, text=True,
+    ranks = [subprocess.Popen(job, stdout=subprocess.PIPE, text=True,
                               env=env | {"RANK": str(rank)}) for rank in range(WORKERS)]
     outputs = [rank.communicate(timeout=600)[0] for rank in ranks]
-    return list(json.loads(outputs[0].splitlines()[-1]))[WARM_UP_STEPS:]
+    return list(json.loads(outputs[0].splitlines()[-1])["seconds"])[WARM_UP_STEPS:]
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
@@ -55,8 +56,10 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.rounds):
         for arm, seconds in found.items():
             if arm.startswith("ddp"):
-                seconds += peer_seconds(ALLOCATOR if arm == "ddp_same_allocator" else {},
-                                        "ddp_gpt.py", str(options.steps), str(GLOBAL_BATCH))
+                seconds += peer_seconds(
+                    ALLOCATOR if arm == "ddp_same_allocator" else {},
+                    [sys.executable, "-m", "elastic_trainer.examples.ddp", "gpt", "--steps",
+                     str(options.steps), "--global-batch", str(GLOBAL_BATCH)])
             else:
                 loop = (str(bench.HERE / "jobs" / "gpt_loop.py"),)
                 seconds += step_seconds(folder, WORKERS, arm.partition("_")[0], options.steps,

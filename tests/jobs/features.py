@@ -18,30 +18,21 @@ The faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
 import argparse
 import copy
 import hashlib
-import os
-import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from faults import Injector  # noqa: E402
+import injected
 
-injector = None
-if "ELASTIC_TEST_PLAN" in os.environ:
-    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
-    injector("boot",
-             {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
-
-if injector:
+if injected.injector:
     import quick_boot  # noqa: F401
-import torch  # noqa: E402
+import torch
+from injected import hurry, injector
 
-from elastic_trainer import train  # noqa: E402
-from elastic_trainer.data.seeds import seed_everything  # noqa: E402
-from elastic_trainer.schedule.schedule import Schedule  # noqa: E402
-from elastic_trainer.state.layout import byte_view  # noqa: E402
+from elastic_trainer import train
+from elastic_trainer.data.seeds import seed_everything
+from elastic_trainer.schedule.schedule import Schedule
+from elastic_trainer.state.layout import byte_view
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
@@ -56,7 +47,6 @@ parser.add_argument("--plain",
                     action="store_true",
                     help="train without elastic-trainer, each batch in one piece")
 options = parser.parse_args()
-hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 if injector:
     injector.linger_at_the_end(options.steps, options.step_s)
 SIZE, BATCH, SEED = 971, 64, 3  # the last batch of an epoch has 11 samples, for 8 microbatches
@@ -253,7 +243,7 @@ else:
                    on_nan="skip",
                    buffers={"turn": "mean"},
                    checkpoint_every=20,
-                   listeners=[*([injector] if injector else []), complain])
+                   listeners=[*injected.listeners, complain])
     print("loss", result.loss)
     print("weights", result.weights_sha256)
 print("parameters", parameters_sha256())

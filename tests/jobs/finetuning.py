@@ -4,31 +4,21 @@ lengths, a loader process, evaluations, early stopping that never comes, a callb
     python tests/jobs/finetuning.py       alone: the undisturbed twin
 """
 
-import os
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from faults import Injector  # noqa: E402
-
-injector = None
-if "ELASTIC_TEST_PLAN" in os.environ:
-    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
-
-import torch  # noqa: E402
-from transformers import (  # noqa: E402
+import injected
+import torch
+from injected import hurry, injector
+from transformers import (
     EarlyStoppingCallback,
     LlamaConfig,
     LlamaForCausalLM,
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.trainer_callback import ExportableState  # noqa: E402
+from transformers.trainer_callback import ExportableState
 
-from elastic_trainer.adapters.transformers import ElasticTrainer  # noqa: E402
-
-hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
+from elastic_trainer.adapters.transformers import ElasticTrainer
 
 
 class Sentences(torch.utils.data.Dataset):
@@ -84,7 +74,7 @@ trainer = ElasticTrainer(
         dataloader_num_workers=1),
     train_dataset=Sentences(170, 0), eval_dataset=Sentences(30, 1000), compute_metrics=hits,
     callbacks=[counter, EarlyStoppingCallback(early_stopping_patience=99)], devices=4,
-    run_dir=None if injector else "alone", listeners=[injector] if injector else [])
+    run_dir=None if injector else "alone", listeners=injected.listeners)
 trainer.train()
 assert counter.count == trainer.state.global_step == 60, (counter.count, trainer.state)
 print("weights", trainer.elastic.result.weights_sha256)

@@ -9,18 +9,17 @@ the rest goes as fast as it can.
 import argparse
 import os
 import re
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import quick_boot  # noqa: E402,F401
-import torch  # noqa: E402
-from faults import RELEASED, hold_until_there  # noqa: E402
+import injected  # noqa: F401
+import quick_boot  # noqa: F401
+import torch
+from faults import RELEASED, hold_until_there
+from injected import folder as FOLDER
 
-from elastic_trainer import train  # noqa: E402
+from elastic_trainer import train
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=500)
@@ -32,7 +31,6 @@ parser.add_argument("--work", type=int, default=0, help="products of matrices fo
 parser.add_argument("--checkpoint-every", type=int, default=50)
 options = parser.parse_args()
 
-FOLDER = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."))
 SLOWER = 5
 lock = threading.Lock()
 is_first = False

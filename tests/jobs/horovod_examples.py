@@ -11,19 +11,18 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+import injected  # noqa: F401
 import quick_boot  # noqa: F401
 
 # isort: split
 import horovod.torch as hvd
 import torch
 import torch.nn.functional as F
-from faults import Injector, linger
+from faults import linger
+from injected import folder as FOLDER
+from injected import hurry, injector
 
 from elastic_trainer import ElasticState
 
@@ -32,8 +31,6 @@ parser.add_argument("like", choices=("imagenet", "pair", "mistake"))
 parser.add_argument("--mistake", default="")
 parser.add_argument("--batch-s", type=float, default=0.0)
 options = parser.parse_args()
-FOLDER = Path(os.environ["ELASTIC_TEST_FOLDER"])
-injector = Injector(os.environ["ELASTIC_TEST_PLAN"], FOLDER)
 
 
 def note(kind, **facts):
@@ -46,7 +43,7 @@ def note(kind, **facts):
 
 def wait_a_little():
     """Let a batch take its time, until the story of the test is over."""
-    if not (FOLDER / "hurry").exists():
+    if not hurry.exists():
         time.sleep(options.batch_s)
 
 

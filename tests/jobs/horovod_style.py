@@ -9,11 +9,9 @@ It prints, per epoch and rank, how often its samples were seen; the tests read t
 import argparse
 import json
 import os
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import injected
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
@@ -28,7 +26,7 @@ parser.add_argument("--hold-on",
 parser.add_argument("--stock", action="store_true")
 options = parser.parse_args()
 
-if "ELASTIC_TEST_PLAN" in os.environ:
+if injected.injector:
     import quick_boot  # noqa: F401
 import horovod.torch as hvd  # noqa: E402
 import torch  # noqa: E402
@@ -36,15 +34,10 @@ import torch  # noqa: E402
 if options.late_import:
     hvd.init()
 
+from faults import linger  # noqa: E402
+from injected import folder, hurry, injector  # noqa: E402
+
 from elastic_trainer import ElasticState  # noqa: E402
-
-folder = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."))
-hurry = folder / "hurry"
-injector = None
-if "ELASTIC_TEST_PLAN" in os.environ:
-    from faults import Injector, linger
-
-    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], folder)
 
 hvd.init()
 torch.manual_seed(1 + hvd.rank())  # each its own weights: a newcomer has to receive them

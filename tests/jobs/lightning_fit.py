@@ -4,28 +4,20 @@ follows a validation, attributes that hooks change, early stopping before the la
     python tests/jobs/lightning_fit.py       alone: the undisturbed twin
 """
 
-import os
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from faults import Injector  # noqa: E402
+import injected
+import lightning as L
+import torch
+from injected import hurry, injector
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAccuracy
 
-injector = None
-if "ELASTIC_TEST_PLAN" in os.environ:
-    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
+from elastic_trainer.adapters.lightning import fit
+
+if injector:
     injector.linger_at_the_end(36, 0.15)  # the early end comes after 36 steps
-
-import lightning as L  # noqa: E402
-import torch  # noqa: E402
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint  # noqa: E402
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
-from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
-
-from elastic_trainer.adapters.lightning import fit  # noqa: E402
-
-hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 
 
 class Points(Dataset):
@@ -106,7 +98,7 @@ module, counter = Net(), Counter()
 stopping = EarlyStopping("held_out", mode="max", patience=2)
 result = fit(module, Data(), max_epochs=9, devices=8, seed=3,
              callbacks=[counter, stopping, ModelCheckpoint(monitor="val_loss")],
-             checkpoint_every=3, listeners=[injector] if injector else [],
+             checkpoint_every=3, listeners=injected.listeners,
              run_dir=None if injector else "alone")
 assert counter.count == result.steps < 54, (counter.count, result.steps)
 print("weights", result.weights_sha256)

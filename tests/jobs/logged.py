@@ -6,24 +6,21 @@ loggers.
 The faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
 """
 
-import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-if "ELASTIC_TEST_PLAN" in os.environ:
-    import quick_boot  # noqa: F401
-import torch  # noqa: E402
-import torchmetrics  # noqa: E402
-from faults import Injector  # noqa: E402
+import injected
 
-from elastic_trainer import Trainer, cosine, keep_best  # noqa: E402
-from elastic_trainer.loggers import Csv, MLflow, TensorBoard, WandB  # noqa: E402
+if injected.injector:
+    import quick_boot  # noqa: F401
+import torch
+import torchmetrics
+from injected import injector
+
+from elastic_trainer import Trainer, cosine, keep_best
+from elastic_trainer.loggers import Csv, MLflow, TensorBoard, WandB
 
 folder = Path(sys.argv[1])
-injector = None
-if "ELASTIC_TEST_PLAN" in os.environ:
-    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
 
 torch.manual_seed(1)
 points = torch.randn(403, 20, generator=torch.Generator().manual_seed(0))
@@ -38,7 +35,7 @@ trainer = Trainer(
     model, torch.optim.AdamW(model.parameters(), lr=3e-2), samples, global_batch=32, microbatches=8,
     seed=3, until="400 steps", lr=cosine(warmup_steps=5, total_steps=400), checkpoint_every=25,
     keep_last=1, best=keep_best("accuracy", mode="max", patience=3),
-    listeners=[injector] if injector else [],
+    listeners=injected.listeners,
     run_dir=None if injector else folder / "run",
     loggers=[Csv(folder / "metrics.csv")] if not injector else [
         Csv(folder / "metrics.csv"), TensorBoard(folder / "tensorboard"),

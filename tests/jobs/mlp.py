@@ -11,24 +11,16 @@ tests/faults.py).
 
 import argparse
 import os
-import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from faults import Injector  # noqa: E402
+import injected
+import quick_boot  # noqa: F401
+import torch
+from injected import hurry, injector
 
-injector = None
-if "ELASTIC_TEST_PLAN" in os.environ:
-    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
-    injector("boot",
-             {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
-
-import quick_boot  # noqa: E402,F401
-import torch  # noqa: E402
-
-from elastic_trainer import Loader, Mixture, TarShards, Trainer, cosine, train  # noqa: E402
+from elastic_trainer import Loader, Mixture, TarShards, Trainer, cosine, train
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
@@ -67,7 +59,6 @@ parser.add_argument("--mixture", action="store_true",
                     help="the samples are drawn from two datasets by weights")
 parser.add_argument("--evaluate-on", help="on this host only")
 options = parser.parse_args()
-hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 if injector:
     injector.linger_at_the_end(options.steps, options.step_s)
 
@@ -168,7 +159,7 @@ held_out = dataset()
 given = {
     "global_batch": 64, "microbatches": 8, "seed": 3, "clip_norm": 1.0,
     "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
-    "loader": loader, "reduce": options.reduce, "listeners": [injector] if injector else []
+    "loader": loader, "reduce": options.reduce, "listeners": injected.listeners
 }
 rate = cosine(warmup_steps=5, total_steps=options.steps)
 def is_here_and_now(place: str | None, step: int) -> bool:

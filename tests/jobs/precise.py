@@ -8,24 +8,14 @@ The faults come from outside (`ELASTIC_TEST_PLAN`, see tests/faults.py).
 """
 
 import argparse
-import os
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from faults import Injector  # noqa: E402
+import injected
+import torch
+from injected import hurry, injector
+from torch.utils.checkpoint import checkpoint
 
-injector = None
-if "ELASTIC_TEST_PLAN" in os.environ:
-    injector = Injector(os.environ["ELASTIC_TEST_PLAN"], Path(os.environ["ELASTIC_TEST_FOLDER"]))
-    injector("boot",
-             {"generation": int(Path(os.environ["ELASTIC_TEST_FOLDER"], "joined").exists())})
-
-import torch  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-
-from elastic_trainer import Trainer  # noqa: E402
+from elastic_trainer import Trainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=40)
@@ -33,7 +23,6 @@ parser.add_argument("--step-s", type=float, default=0.0, help="until there is a 
 parser.add_argument("--precision", default="bf16")
 parser.add_argument("--compress", default=False)
 options = parser.parse_args()
-hurry = Path(os.environ.get("ELASTIC_TEST_FOLDER", "."), "hurry")
 if injector:
     injector.linger_at_the_end(options.steps, options.step_s)
 
@@ -87,7 +76,7 @@ trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), Samples
                   precision=options.precision, compress=options.compress,
                   predivide=8.0 if options.compress else 1.0,
                   bucket_bytes=1 << 16 if options.compress else None, checkpoint_every=20,
-                  listeners=[injector] if injector else [])
+                  listeners=injected.listeners)
 for step in trainer:
     for x, y in step:
         step.backward(torch.nn.functional.cross_entropy(model(x), y))

@@ -4,7 +4,7 @@ parameters.
     python tests/bench/jobs/slow_data.py --steps N [--workers N] [--microbatches N]      ours
     MASTER_ADDR=… RANK=0 WORLD_SIZE=2 python tests/bench/jobs/slow_data.py --ddp …  the peer
 
-The peer prints the seconds of each step as one JSON list, on rank 0.
+The peer prints a JSON object with the seconds of each step, on rank 0, as examples/ddp.py does.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def train_ddp(options: argparse.Namespace) -> None:
         found.item()
         seconds.append(time.monotonic() - started)
     if dist.get_rank() == 0:
-        print(json.dumps(seconds), flush=True)
+        print(json.dumps({"seconds": seconds}), flush=True)
     dist.destroy_process_group()
 
 
