@@ -31,9 +31,9 @@ from pathlib import Path
 
 from netlab import UNSHARE, dying_with_us
 from s3_servers import Unavailable
+from waiting import START_S, wait_for
 
 SYSTEMD = Path("/lib/systemd/systemd")
-START_S = 60.0
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 LOST = "-sys_time,-sys_module,-sys_rawio,-sys_boot,-mknod,-audit_control,-mac_admin,-syslog"
 """Capabilities that could reach out of the namespaces."""
@@ -185,10 +185,7 @@ class Booted:
 
     def wait_for(self, what: str, seen: Callable[[], object]) -> None:
         """Wait until `seen()` is true."""
-        deadline = time.monotonic() + START_S
-        while not seen():
-            assert time.monotonic() < deadline, f"no {what} in {START_S:.0f} s; {self.journal()}"
-            time.sleep(0.05)
+        wait_for(what, seen, story=self.journal)
 
     def journal(self) -> str:
         """Return the end of its units' and its systemd's logs."""

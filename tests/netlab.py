@@ -33,8 +33,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from string import Template
@@ -46,6 +45,7 @@ from faulty_proxy import FaultyProxy
 from metadata_server import MetadataServer
 from s3_servers import Unavailable
 from terraform import HOSTS
+from waiting import wait_for
 
 from elastic_trainer.discovery.client import ask, read_key
 from elastic_trainer.discovery.commands import AGENT_PORT
@@ -57,7 +57,6 @@ NETWORK = "172.31"
 METADATA = "169.254.169.254"
 NOWHERE = "02:00:00:00:00:01"
 CLONE_NEWNET = 0x40000000
-START_S = 60.0
 UNSHARE = ("unshare", "--net", "--pid", "--mount", "--uts", "--ipc", "--fork", "--kill-child=KILL")
 SITE = '''"""Gives a host of the lab a wrong clock: the seconds in its own file /run/clock-off."""
 import os, time
@@ -399,19 +398,6 @@ class Host:
         if self.metadata:
             self.metadata.__exit__()
             self.metadata = None
-
-
-def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S) -> None:
-    """Wait until `seen()` is true; an error of a command means not yet."""
-    deadline = time.monotonic() + deadline_s
-    while True:
-        try:
-            if seen():
-                return
-        except (OSError, subprocess.CalledProcessError):
-            pass
-        assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s"
-        time.sleep(0.01)
 
 
 # --- unauthenticated clients ----------------------------------------------------------------------

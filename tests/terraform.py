@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
@@ -26,13 +25,13 @@ from typing import Any
 
 import yaml
 from s3_servers import Unavailable, process
+from waiting import wait_for
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 HOSTS = DEPLOY / "hosts"
 PROVIDER = "registry.terraform.io/hashicorp/aws"
 MIRRORS = ("/opt/*", "/opt/*/*", "/usr/share/terraform/*", "/usr/local/share/terraform/*")
 LIMIT_S = 400
-START_S = 60.0
 FOREIGN = ("AWS_", "TF_")
 """How the variables begin that are none of a test's business."""
 QUIETLY = ("-auto-approve", "-input=false", "-no-color", "-compact-warnings")
@@ -89,10 +88,9 @@ class Root:
             without = [f"--unset={name}" for name in os.environ if name.startswith(FOREIGN)]
             running = stack.enter_context(
                 process(["env", *without, program, "-debug"], log, **self._aws()))
-            deadline = time.monotonic() + START_S
-            while not (said := re.search("TF_REATTACH_PROVIDERS='(.*)'", log.read_text())):
-                assert time.monotonic() < deadline and running.poll() is None, log.read_text()
-                time.sleep(0.05)
+            said = wait_for("provider", lambda: running.poll() is not None or re.search(
+                "TF_REATTACH_PROVIDERS='(.*)'", log.read_text()), story=log.read_text)
+            assert running.poll() is None, log.read_text()
             self._attach, self._stack = said[1], stack.pop_all()
         return self
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import pickle
 import random
@@ -17,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_streams import blocks_in, bytes_in
+from test_streams import blocks_in, bytes_in, children
 
 from elastic_trainer import ConfigError
 from elastic_trainer.data.blocks import make_cache
@@ -66,14 +65,10 @@ def fill(folder: Path, seed: int) -> None:
 
 def test_processes_share_a_cache(tmp_path: Path) -> None:
     """No block is wrong, and together they keep to the bound."""
-    context = multiprocessing.get_context("fork")
-    fillers = [context.Process(target=fill, args=(tmp_path, seed)) for seed in range(3)]
-    for filler in fillers:
-        filler.start()
-    while any(filler.is_alive() for filler in fillers):
-        with suppress(FileNotFoundError):  # evicted while it was counted
-            assert bytes_in(tmp_path) <= 100_000 + 3 * 5_000
-    assert [filler.exitcode for filler in fillers] == [0, 0, 0]
+    with children(fill, [(tmp_path, seed) for seed in range(3)]) as fillers:
+        while any(filler.is_alive() for filler in fillers):
+            with suppress(FileNotFoundError):  # evicted while it was counted
+                assert bytes_in(tmp_path) <= 100_000 + 3 * 5_000
 
 
 KILLED = """
@@ -257,13 +252,8 @@ def make(folder: Path) -> None:
 
 def test_processes_that_make_the_folder_at_once_share_it(tmp_path: Path) -> None:
     """One marker, one key, and no folder is left over."""
-    context = multiprocessing.get_context("fork")
-    makers = [context.Process(target=make, args=(tmp_path / "c",)) for _ in range(8)]
-    for maker in makers:
-        maker.start()
-    for maker in makers:
-        maker.join(60)
-    assert [maker.exitcode for maker in makers] == [0] * 8
+    with children(make, [(tmp_path / "c",)] * 8) as makers:
+        pass
     assert [path.name for path in (tmp_path / "c").iterdir()] == [INNER]
     cache = Cache(tmp_path / "c", 1000)
     assert all(cache.get(name_of(str(maker.pid)), 1, 0, 1) == b"1" for maker in makers)

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 import torch
+from cluster import is_running
 from torch.utils.data import default_collate, get_worker_info
+from waiting import wait_for
 
 from elastic_trainer import ConfigError, Loader
 from elastic_trainer.data.loader import MicrobatchRecipe, Reader, keys_after
@@ -23,7 +26,6 @@ from elastic_trainer.schedule.schedule import Schedule
 
 SCHEDULE = Schedule(dataset_size=50, global_batch=16, microbatches=4, epochs=2, seed=1)
 CPU = torch.device("cpu")
-DEADLINE_S = 60.0
 
 
 class Drawn:
@@ -62,20 +64,6 @@ def keys(mine: range = range(4)) -> list[tuple[int, ...]]:
 
 def equal(one: Any, other: Any) -> bool:
     return all(torch.equal(one[name], other[name]) for name in "xyz")
-
-
-def is_there(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    latest = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < latest
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -119,7 +107,7 @@ def test_a_new_microbatch_comes_first_when_all_that_was_read_ahead_is_still_want
     reader.take((0, 0, 1), keys_after((0, 0, 1), SCHEDULE, range(1, 4), 1))
     pool: Any = reader._pool
     while len(pool._ready) < 3:
-        pool._pump(DEADLINE_S)
+        pool._pump(60.0)
     assert equal(reader.take((0, 0, 0), keys_after((0, 0, 0), SCHEDULE, range(4), 1)),
                  open_reader(Drawn(), Loader(workers=0)).take((0, 0, 0)))
 
@@ -128,11 +116,11 @@ def test_a_reader_that_is_closed_leaves_no_process(open_reader: Callable[..., Re
     """Not even one that has ended and that nobody has waited for."""
     reader = open_reader(Drawn(), Loader(workers=2))
     reader.take((0, 0, 0))
-    parent = int(Path(f"/proc/{reader.pids[0]}/stat").read_text().rpartition(") ")[2].split()[1])
+    parent = psutil.Process(reader.pids[0]).ppid()
     pids = [parent, *reader.pids]
     reader.close()
     assert not Path(f"/proc/{parent}").exists()
-    wait_until(lambda: not any(map(is_there, pids)))
+    wait_for("it", lambda: not any(map(is_running, pids)))
 
 
 def test_a_dropped_request_stops_at_the_next_sample(open_reader: Callable[..., Reader],
@@ -149,7 +137,7 @@ def test_a_dropped_request_stops_at_the_next_sample(open_reader: Callable[..., R
     reader = open_reader(Drawn(wait), Loader(workers=1, prefetch=1))
     reader.take((0, 0, 0), [(2, 0, 0)])
     reader._pool._ask([(2, 0, 0)])  # type: ignore[union-attr]
-    wait_until(lambda: bool(list(tmp_path.glob("read-*"))))
+    wait_for("it", lambda: bool(list(tmp_path.glob("read-*"))))
     reader._pool._drop_all_but([], in_order=False)  # type: ignore[union-attr]
     (tmp_path / "go").touch()
     reader.take((0, 0, 1))
@@ -244,24 +232,24 @@ def test_all_processes_end_with_the_worker_when_it_is_killed(tmp_path: Path) -> 
         finally:
             os._exit(1)
     try:
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 3)
+        wait_for("it", lambda: len(list(tmp_path.iterdir())) == 3)
         loaders = [int(path.name) for path in tmp_path.iterdir()]
-        nursery = int(Path(f"/proc/{loaders[0]}/stat").read_text().rpartition(") ")[2].split()[1])
-        assert is_there(nursery)
+        nursery = psutil.Process(loaders[0]).ppid()
+        assert is_running(nursery)
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    wait_until(lambda: not any(map(is_there, (nursery, *loaders))))
+    wait_for("it", lambda: not any(map(is_running, (nursery, *loaders))))
 
 
 def test_a_dead_nursery_is_a_fault_of_the_machine(open_reader: Callable[..., Reader]) -> None:
     """A worker that has joined cannot fork a new one that is clean."""
     reader = open_reader(Drawn(), Loader(workers=1))
     reader.take((0, 0, 0))
-    parent = int(Path(f"/proc/{reader.pids[0]}/stat").read_text().rpartition(") ")[2].split()[1])
+    parent = psutil.Process(reader.pids[0]).ppid()
     child = reader.pids[0]
     os.kill(parent, signal.SIGKILL)
-    wait_until(lambda: not is_there(child))
+    wait_for("it", lambda: not is_running(child))
     with pytest.raises(LoaderKilled):
         reader.take((0, 0, 1))
 

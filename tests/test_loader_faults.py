@@ -4,7 +4,6 @@ worker joins, all die."""
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from cluster import DEADLINE_S, Cluster
 from faults import RELEASED, Plan
 from test_faults import host
 from test_streams import npy, write_tar
+from waiting import wait_for
 
 from elastic_trainer.host.processes import environment_of
 
@@ -31,13 +31,6 @@ def processes_of(cluster: Cluster) -> list[int]:
         except OSError:
             continue
     return found
-
-
-def wait_until_none_is_left(cluster: Cluster) -> None:
-    latest = time.monotonic() + DEADLINE_S
-    while processes_of(cluster):
-        assert time.monotonic() < latest, processes_of(cluster)
-        time.sleep(0.02)
 
 
 def write_archives(folder: Path) -> Path:
@@ -77,12 +70,12 @@ def test_no_bit_is_another_when_workers_and_loader_processes_die_and_a_worker_jo
         cluster.wait_for("replaced loader processes",
                          lambda: len(cluster.events("worker.loader_restarted")) >= 2)
         cluster.kill_everyone()
-        wait_until_none_is_left(cluster)
+        wait_for("end of all", lambda: not processes_of(cluster), DEADLINE_S)
         cluster.start()
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*JOB, "--loader", "0"), victims=1)
         reasons = sorted(e["reason"] for e in cluster.events("worker.loader_restarted"))
         assert reasons == ["read one sample for longer than 5 s (timeout_s)",
                            "was killed by SIGKILL"], cluster.story()
-        wait_until_none_is_left(cluster)
+        wait_for("end of all", lambda: not processes_of(cluster), DEADLINE_S)
     assert result["attempts"] == 2

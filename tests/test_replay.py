@@ -9,17 +9,17 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import DEADLINE_S, JOB, PATIENT, POLL_S, Cluster, end_turn, is_running, take_turn
+from cluster import DEADLINE_S, JOB, PATIENT, Cluster, end_turn, is_running, take_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verify import Story
+from waiting import wait_for
 
 from elastic_trainer.commands.command import main
 from elastic_trainer.config import ConfigError
@@ -459,10 +459,7 @@ def test_a_launcher_ends_with_the_rehearsal(tmp_path: Path) -> None:
             "    print(process.pid, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n")
     killed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert killed.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + DEADLINE_S
-    while is_running(int(killed.stdout)):
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
+    wait_for("end", lambda: not is_running(int(killed.stdout)), DEADLINE_S)
 
 
 def sleeper(host: str, run_dir: Path) -> subprocess.Popen[bytes]:

@@ -9,7 +9,8 @@ import pickle
 import random
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -479,6 +480,20 @@ def test_a_read_only_bucket_is_an_error_that_names_the_option_index(bucket: str,
     assert len(TarShards(f"{bucket}/*.tar", index=tmp_path)) == 60
 
 
+@contextmanager
+def children(target: Callable[..., None], arguments: Sequence[tuple[Any, ...]],
+             method: str = "fork") -> Iterator[list[Any]]:
+    """Call a function in several processes at the same time, beside the block."""
+    context: Any = multiprocessing.get_context(method)
+    found = [context.Process(target=target, args=given) for given in arguments]
+    for child in found:
+        child.start()
+    yield found
+    for child in found:
+        child.join(60)
+    assert [child.exitcode for child in found] == [0] * len(found)
+
+
 def read_in_child(dataset: Any, numbers: list[int]) -> None:
     assert_right(dataset.__getitems__(numbers), numbers)
 
@@ -489,15 +504,9 @@ def test_a_child_reads_with_connections_of_its_own(bucket: str, proxy: FaultyPro
     """Parent and children read at the same time, after the parent has read."""
     dataset = TarShards(f"{bucket}/*.tar")
     dataset[0]
-    context = multiprocessing.get_context(method)
-    children = [context.Process(target=read_in_child, args=(dataset, [start, start + 9, 59]))
-                for start in ((0, 20) if method == "fork" else (20,))]
-    for child in children:
-        child.start()
-    assert_right(dataset.__getitems__([1, 50]), [1, 50])
-    for child in children:
-        child.join(60)
-    assert [child.exitcode for child in children] == [0] * len(children)
+    starts = (0, 20) if method == "fork" else (20,)
+    with children(read_in_child, [(dataset, [start, start + 9, 59]) for start in starts], method):
+        assert_right(dataset.__getitems__([1, 50]), [1, 50])
 
 
 def test_processes_that_need_the_same_blocks_read_each_once(bucket: str, proxy: FaultyProxy,
@@ -506,14 +515,8 @@ def test_processes_that_need_the_same_blocks_read_each_once(bucket: str, proxy: 
     dataset = TarShards(f"{bucket}/*.tar", cache=tmp_path / "cache", block_bytes=16384)
     proxy.seen.clear()
     proxy.fault("slow", method="GET", contains=".tar", times=1000)
-    context = multiprocessing.get_context("fork")
-    children = [context.Process(target=read_in_child, args=(dataset, list(range(start, 60, 5))))
-                for start in range(3)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-    assert [child.exitcode for child in children] == [0] * 3
+    with children(read_in_child, [(dataset, list(range(start, 60, 5))) for start in range(3)]):
+        pass
     blocks = sum(-(-source.size // 16384) for source in dataset.index.sources)
     assert len(reads(proxy)) <= blocks
 
