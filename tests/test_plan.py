@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stories import RUN, event, step
+from test_report import RUN, event, generation, step
 
 from elastic_trainer.commands.command import main
 from elastic_trainer.config import ConfigError, Launch, Limits
@@ -57,6 +57,7 @@ from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.training.timing import Timing
 
 DATA = Path(__file__).parent / "data"
+Plan = Callable[..., dict[str, Any]]
 COSTS = Costs(loss_s=(2.0,), change_s=(1.0,), boot_s=(10.0,), first_boot_s=(10.0,),
               restart_boot_s=(10.0,), standby_s=(0.5,), give_up_s=(7.0,), enter_s=(3.0,),
               listed_s=(0.0,), checkpoint_s=0.0, publish_s=(5.0,), microbatches=8, microbatch_s=0.5,
@@ -272,7 +273,7 @@ def test_the_costs_that_auto_weighs_are_those_of_the_training(
     for number, (step_s, enters, begins, ends) in enumerate(rows, 1):
         if enters:
             timing.enter()
-            told.append(event(number - 0.5, "worker.generation_started"))
+            told.append(generation(number - 0.5, number, number, "memory", 0.0))
             is_up = False
         told.append(step(float(number), number) | {"step_s": step_s})
         if begins and not is_up:
@@ -294,7 +295,8 @@ def test_a_slow_first_step_behind_a_pause_is_no_part_of_it(step_s: float) -> Non
     the half of a step that was in flight."""
     ended = event(9.95, "worker.pause_ended", generation=2, size=2, duration_s=step_s)
     last = step(10.0 + step_s, 3, generation=2, step_s=step_s)
-    told = [one for one in RUN if one["time"] < 9.9] + [ended, last]
+    told = [*(one for one in RUN if one["time"] < 9.9), generation(9.9, 2, 3, "memory", step_s),
+            ended, last]
     assert costs_of(told).change_s == pytest.approx((1.0,))
 
 
@@ -341,6 +343,7 @@ def test_the_time_between_steps_is_no_useful_time() -> None:
     """It lowers goodput, as in the report."""
     slow = [event(0.0, "job.described", **{
         "dataset_size": 80, "global_batch": 8, "microbatches": 8, "seed": 0}),
+        generation(0.0, 1, 0, "fresh", 0.0) | {"size": 4},
         *(step(2.0 * number, number) | {"size": 4} for number in range(10))]
     costs = costs_of(slow)
     assert costs.between_s == 1.0
@@ -457,6 +460,17 @@ def test_a_storm_has_the_distribution_of_the_one_that_replay_plays() -> None:
 
 # --- advice ---------------------------------------------------------------------------------------
 
+@pytest.fixture
+def planned(capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Return what `plan` prints as JSON, which each program reads, for the words of a text."""
+    def plan(text: str, *options: str) -> dict[str, Any]:
+        assert main(["plan", *text.split(), *options, "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+        return found
+
+    return plan
+
+
 CHOICE = Choice(name="", goodput=(0.5,) * 3, samples_per_hour=(9.0,) * 3, million=(1.0,) * 3)
 
 
@@ -491,11 +505,9 @@ def test_the_interval_of_checkpoints_follows_the_losses_of_everybody() -> None:
     assert wild.best.name in ("auto", "10s", "30s") and wild.gain(wild.best) > 0.001
 
 
-def test_a_month_of_a_thousand_hosts_is_rehearsed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_month_of_a_thousand_hosts_is_rehearsed(planned: Plan) -> None:
     """All questions, as one JSON object."""
-    assert main(["plan", "--hosts", "1000", "--storm", "rate=6/h,bulk=0.4,zero=0.002,seed=7",
-                 "--seeds", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = planned("--hosts 1000 --storm rate=6/h,bulk=0.4,zero=0.002,seed=7 --seeds 2")
     assert found["seconds"] == 30 * 86_400 and found["hosts"] == 1000
     assert found["forecast"]["changes"] > 3000 and 0.9 < found["forecast"]["goodput"][1] < 1.0
     assert set(found["advice"]) == set(found["questions"]) == {
@@ -511,22 +523,18 @@ def test_the_table_has_each_choice_and_a_sentence_for_each_question(
     output = capsys.readouterr().out
     assert "…" not in output.partition("The price")[0]  # of 80 columns
     for text in ("20s (given)", "a alone", "evenly mixed", "one a host", "microbatches: ",
-                 "pools: ",
-                 "standbys: ", "spare hosts: ", "checkpoint_every: "):
+                 "pools: ", "standbys: ", "spare hosts: ", "checkpoint_every: "):
         assert text in output, text
 
 
-def test_a_trace_is_planned_by_the_costs_of_a_run(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_is_planned_by_the_costs_of_a_run(tmp_path: Path, planned: Plan) -> None:
     """Costs, micro-batches and samples are those of the run's event log, the time that of the
     trace."""
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RUN))
-    trace = str(DATA / "replays" / "zeros.csv")
-    assert main(["plan", "--trace", trace, "--costs", str(tmp_path), "--np", "4", "--price", "2",
-                 "--seeds", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {"microbatch_s", "boot_s",
-            "batch"} <= set(found["measured"]) and found["microbatches"] == 2
+    found = planned("--np 4 --price 2 --seeds 2", "--trace", str(DATA / "replays" / "zeros.csv"),
+                    "--costs", str(tmp_path))
+    assert {"microbatch_s", "boot_s", "batch"} <= set(found["measured"])
+    assert found["microbatches"] == 2
     assert found["hosts"] == 4 and 160 < found["seconds"] < 300
     assert found["forecast"]["attempts"] == 4.0
     assert not found["questions"]["spare hosts"] and not found["questions"]["standbys"]
@@ -535,84 +543,81 @@ def test_a_trace_is_planned_by_the_costs_of_a_run(
 
 
 def test_removed_nodes_of_a_trace_have_the_notice_that_is_given(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        tmp_path: Path, planned: Plan) -> None:
     """As in replay: with none their losses come by surprise, and cost more steps."""
     trace = tmp_path / "trace.csv"
     trace.write_text("".join(f"{1000 * at},{what},{node}\n" for at, what, node in (
         (0, "add", "a"), (0, "add", "b"), (900, "remove", "a"), (900, "remove", "b"),
         (1800, "add", "a"), (3600, "add", "b"))))
-    goodput = []
-    for seconds in ("120", "0"):
-        assert main(["plan", "--trace", str(trace), "--notice", seconds, "--checkpoint-every",
-                     "600s", "--seeds", "2", "--json"]) == 0
-        goodput.append(json.loads(capsys.readouterr().out)["forecast"]["goodput"][1])
-    assert goodput[0] > goodput[1] + 0.03
+    told, untold = (planned(f"--notice {seconds} --checkpoint-every 600s --seeds 2", "--trace",
+                            str(trace))["forecast"]["goodput"][1] for seconds in (120, 0))
+    assert told > untold + 0.03
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    ([], "given by 0 options"),
-    (["--storm", "calm"], "--hosts is not given"),
-    (["--storm", "rate=x", "--hosts", "4"], "rate=x"),
-    (["--storm", "rate=9/h,bulk=0.9,zero=0.4", "--hosts", "4"], "bulk + zero 1.3"),
-    (["--pool", "hosts=4,loss=often"], "loss=often"),
-    (["--pool", "hosts=0"], "no whole number of hosts"),
-    (["--pool", "hosts=4,notice=2"], "notice 2"),
-    (["--pool", "hosts=4", "--pool", "hosts=5"], "same name"),
-    (["--pool", "hosts=4", "--cost", "loss=1"], "'loss=1'"),
-    (["--pool", "hosts=4", "--costs", "/nowhere"], "no events.jsonl"),
-    (["--pool", "hosts=4", "--checkpoint-every", "often"], "'often'"),
-    (["--pool", "hosts=4", "--days", "0"], "is 0 s"),
-    (["--pool", "hosts=4", "--batch", "0"], "--batch is 0"),
-    (["--trace", "/nowhere"], "cannot be read"),
-    (["--pool", "hosts=4", "--days", "nan"], "--days is nan"),
-    (["--pool", "hosts=4", "--days", "inf"], "--days is inf"),
-    (["--pool", "hosts=4", "--hours", "1e300"], "--hours is 1e+300"),
-    (["--pool", "hosts=4", "--days", "3", "--hours", "-2"], "--hours is -2"),
-    (["--storm", "calm", "--hosts", "10", "--min-np", "50"], "so it would never train"),
-    (["--pool", "hosts=4", "--min-np", "0"], "--min-np is 0"),
-    (["--pool", "hosts=4", "--np", "-5"], "--np is -5"),
-    (["--pool", "hosts=4", "--microbatches", "0"], "--microbatches is 0"),
-    (["--pool", "hosts=4", "--seeds", "0"], "--seeds is 0"),
-    (["--storm", "calm", "--hosts", "4", "--price", "-1"], "--price is -1"),
-    (["--storm", "calm", "--hosts", "4", "--price", "nan"], "--price is nan"),
-    (["--storm", "calm", "--hosts", "9" * 400], "--hosts is 999"),
-    (["--storm", "rate=9/h,hours=0", "--hosts", "4"], "is 0 s"),
-    (["--pool", "hosts=4,price=0"], "price=0"),
-    (["--pool", "hosts=4", "--price", "2"], "--price is given"),
-    (["--pool", "hosts=4", "--hosts", "2"], "--hosts is given"),
-    (["--pool", "hosts=4", "--notice", "2"], "--notice is given"),
-    (["--trace", str(DATA / "replays" / "zeros.csv"), "--notice", "-1"], "--notice is -1"),
-    (["--pool", "hosts=1e999"], "hosts inf"),
-    (["--pool", "hosts=4,loss=1e300/h"], "loss 1e+300"),
-    (["--pool", "hosts=4,bulk=0.4/h"], "bulk=0.4/h"),
-    (["--pool", "hosts=4,price=2min"], "price=2min"),
-    (["--pool", "hosts=4,loss=1e6/h"], "Use fewer --seeds"),
-    (["--pool", "hosts=1,rate=60/h,zero=1", "--days", "300"], "min of CPU"),
-    (["--trace", str(DATA / "replays" / "zeros.csv"), "--days", "9999"], "min of CPU"),
-    (["--pool", "hosts=4", "--cost", "microbatch_s=0"], "A step takes 0 s"),
-    (["--pool", "hosts=4", "--cost", "loss_s=-1"], "from 0 to"),
-    (["--pool", "hosts=4", "--cost", "loss_s=nan"], "from 0 to"),
-    (["--pool", "hosts=4", "--cost", "batch=0"], "whole number from 1"),
-    (["--pool", "hosts=4", "--cost", "microbatches=1.5"], "whole number from 1"),
-    (["--pool", "hosts=4", "--checkpoint-every", "9" * 400], "--checkpoint-every is 999"),
+    ("", "given by 0 options"),
+    ("--storm calm", "--hosts is not given"),
+    ("--storm rate=x --hosts 4", "rate=x"),
+    ("--storm rate=9/h,bulk=0.9,zero=0.4 --hosts 4", "bulk + zero 1.3"),
+    ("--pool hosts=4,loss=often", "loss=often"),
+    ("--pool hosts=0", "no whole number of hosts"),
+    ("--pool hosts=4,notice=2", "notice 2"),
+    ("--pool hosts=4 --pool hosts=5", "same name"),
+    ("--pool hosts=4 --cost loss=1", "'loss=1'"),
+    ("--pool hosts=4 --costs /nowhere", "no events.jsonl"),
+    ("--pool hosts=4 --checkpoint-every often", "'often'"),
+    ("--pool hosts=4 --days 0", "is 0 s"),
+    ("--pool hosts=4 --batch 0", "--batch is 0"),
+    ("--trace /nowhere", "cannot be read"),
+    ("--pool hosts=4 --days nan", "--days is nan"),
+    ("--pool hosts=4 --days inf", "--days is inf"),
+    ("--pool hosts=4 --hours 1e300", "--hours is 1e+300"),
+    ("--pool hosts=4 --days 3 --hours -2", "--hours is -2"),
+    ("--storm calm --hosts 10 --min-np 50", "so it would never train"),
+    ("--pool hosts=4 --min-np 0", "--min-np is 0"),
+    ("--pool hosts=4 --np -5", "--np is -5"),
+    ("--pool hosts=4 --microbatches 0", "--microbatches is 0"),
+    ("--pool hosts=4 --seeds 0", "--seeds is 0"),
+    ("--storm calm --hosts 4 --price -1", "--price is -1"),
+    ("--storm calm --hosts 4 --price nan", "--price is nan"),
+    (f"--storm calm --hosts {'9' * 400}", "--hosts is 999"),
+    ("--storm rate=9/h,hours=0 --hosts 4", "is 0 s"),
+    ("--pool hosts=4,price=0", "price=0"),
+    ("--pool hosts=4 --price 2", "--price is given"),
+    ("--pool hosts=4 --hosts 2", "--hosts is given"),
+    ("--pool hosts=4 --notice 2", "--notice is given"),
+    ("--trace ZEROS --notice -1", "--notice is -1"),
+    ("--pool hosts=1e999", "hosts inf"),
+    ("--pool hosts=4,loss=1e300/h", "loss 1e+300"),
+    ("--pool hosts=4,bulk=0.4/h", "bulk=0.4/h"),
+    ("--pool hosts=4,price=2min", "price=2min"),
+    ("--pool hosts=4,loss=1e6/h", "Use fewer --seeds"),
+    ("--pool hosts=1,rate=60/h,zero=1 --days 300", "min of CPU"),
+    ("--trace ZEROS --days 9999", "min of CPU"),
+    ("--pool hosts=4 --cost microbatch_s=0", "A step takes 0 s"),
+    ("--pool hosts=4 --cost loss_s=-1", "from 0 to"),
+    ("--pool hosts=4 --cost loss_s=nan", "from 0 to"),
+    ("--pool hosts=4 --cost batch=0", "whole number from 1"),
+    ("--pool hosts=4 --cost microbatches=1.5", "whole number from 1"),
+    (f"--pool hosts=4 --checkpoint-every {'9' * 400}", "--checkpoint-every is 999"),
 ])
-def test_a_wrong_option_is_refused_with_its_remedy(options: list[str], text: str,
+def test_a_wrong_option_is_refused_with_its_remedy(options: str, text: str,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
     """One sentence of fact, and one with what to give."""
-    assert main(["plan", *options]) == 2
+    words = options.replace("ZEROS", str(DATA / "replays" / "zeros.csv")).split()
+    assert main(["plan", *words]) == 2
     assert text in capsys.readouterr().err
 
 
-def test_a_time_too_short_for_a_step_has_no_price(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is said first, and nothing is advised. JSON has null, which each program reads."""
-    options = ["plan", "--pool", "hosts=4", "--hours", "0.001", "--seeds", "2"]
-    assert main(options) == 0
+def test_a_time_too_short_for_a_step_has_no_price(planned: Plan,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said first, and nothing is advised. JSON has null."""
+    options = "--pool hosts=4 --hours 0.001 --seeds 2"
+    assert main(["plan", *options.split()]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "WARNING: 2 of 2 repetitions finish no step" in output and "∞" in output
     assert "microbatches: no choice finishes a step" in output and "keep" not in output
-    assert main([*options, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["forecast"]["million"] == [None, None, None]
+    assert planned(options)["forecast"]["million"] == [None, None, None]
 
 
 def test_a_choice_that_trains_is_advised_where_the_given_one_does_not() -> None:
@@ -628,23 +633,19 @@ def test_a_choice_that_trains_is_advised_where_the_given_one_does_not() -> None:
     assert bounds([1.0, math.inf]) == (1.0, math.inf, math.inf)
 
 
-def test_hosts_may_return_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("fleet", ["--storm rate=12/h,replace=0,zero=0.1 --hosts 4",
+                                   "--pool hosts=4,loss=1/h,replace=0,zero=0.1"])
+def test_hosts_may_return_at_once(fleet: str, planned: Plan) -> None:
     """For a storm and for a pool, as in replay."""
-    for fleet in (["--storm", "rate=12/h,replace=0,zero=0.1", "--hosts", "4"],
-                  ["--pool", "hosts=4,loss=1/h,replace=0,zero=0.1"]):
-        assert main(["plan", *fleet, "--hours", "9", "--seeds", "2", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)["forecast"]
-        assert found["changes"] > 0 and 0.5 < found["goodput"][1] < 1.0
+    found = planned(f"{fleet} --hours 9 --seeds 2")["forecast"]
+    assert found["changes"] > 0 and 0.5 < found["goodput"][1] < 1.0
 
 
-def test_nothing_is_lost_after_the_hours_of_a_storm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_lost_after_the_hours_of_a_storm(planned: Plan) -> None:
     """A plan is as long as the storm, unless it has another time."""
     changes = dict[str, float]()
-    for name, hours, others in (("1", ",hours=1", []), ("10", ",hours=1", ["--hours", "10"]),
-                                ("all", "", ["--hours", "10"])):
-        assert main(["plan", "--storm", "rate=30/h,replace=60" + hours, "--hosts", "8", "--seeds",
-                     "3", "--json", *others]) == 0
-        found = json.loads(capsys.readouterr().out)
+    for name, options in (("1", ",hours=1"), ("10", ",hours=1 --hours 10"), ("all", " --hours 10")):
+        found = planned(f"--hosts 8 --seeds 3 --storm rate=30/h,replace=60{options}")
         changes[name] = found["forecast"]["changes"]
         assert found["seconds"] == 3600 * (1 if name == "1" else 10)
     assert 0.0 < changes["1"] <= changes["10"] < changes["1"] + 9 and changes["all"] > 400
@@ -682,9 +683,8 @@ def test_a_fleet_that_is_larger_than_the_batch_is_advised_against(
     batch."""
     fleet = Fleet(pools=(Pool(hosts=40, loss=0.01),))
     assert advice(fleet, replace(POLICY, microbatches=8))["spare hosts"].best.name == "8 hosts"
-    assert main(["plan", "--pool", "hosts=40", "--microbatches", "8", "--batch", "16", "--hours",
-                 "9",
-                 "--seeds", "1"]) == 0
+    assert main(["plan", *"--pool hosts=40 --microbatches 8 --batch 16 --hours 9 --seeds 1".split()
+                 ]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert "8 micro-batches leave 32 of 40 hosts without work" in output
     assert "needs e.g. --microbatches 160 --batch 320" in output

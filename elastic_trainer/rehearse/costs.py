@@ -1,6 +1,6 @@
 """What losses, joins, checkpoints and steps cost: read from the event log of a run or a replay.
 
-event log → here → model (a fleet without processes)
+event log → run (events/run.py) → here → model (a fleet without processes)
 
 What always holds:
 1. A cost that the log does not show has its default, and `measured` does not name it.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from pathlib import Path
 from statistics import fmean, median, mode
 from typing import Any
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.events.run import Run
 from elastic_trainer.events.segments import Reader, has_events
 from elastic_trainer.events.sentences import ENDINGS
 from elastic_trainer.state.cadence import UploadCost
@@ -125,134 +126,124 @@ class _Weighed:
             self.costs.append(self.pause_s + self.upload.added_s)
 
 
-@dataclass
-class _Log:
-    """What is read of a log."""
+class _Reader:
+    """Measures the costs that need more than the run has: boots, restarts, hosts that join, and
+    what `auto` weighs."""
 
-    seen: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    reasons: dict[tuple[Any, ...], str] = field(default_factory=dict)
-    steps: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """By the size of the world."""
-    gaps: list[float] = field(default_factory=list)
-    """The time between two steps of a generation, without either."""
-    worlds: list[int] = field(default_factory=list)
-    published: list[tuple[int, float]] = field(default_factory=list)
-    """Step and time of each checkpoint."""
-    has_begun: bool = False
-    """The run has had a generation."""
-    is_training: bool = False
-    """The attempt has had a generation."""
-    firsts: list[float] = field(default_factory=list)
-    """The boots of this attempt before its first generation."""
-    leaving: set[str] = field(default_factory=set)
-    """Hosts that have left the list."""
-    lost_at: float | None = None
-    """When this attempt's newest host was taken in a rehearsal."""
-    is_sudden: bool = False
-    """A worker of this generation was lost whose host was on the list."""
-    weighed: _Weighed = field(default_factory=_Weighed)
-    joined: dict[str, float] = field(default_factory=dict)
-    """When the hosts of a rehearsal came, until their first worker starts."""
-    microbatches: int = 0
-    batch: int = 1
-    every: str = ""
-    last: tuple[tuple[Any, ...], float] | None = None
-    """The generation and the end of the newest step."""
-    ended: float | None = None
-    """The end of the newest step of this attempt, of whichever generation."""
-    pause: str = ""
-    """The name of the cost whose pause ends with the next step."""
-    ready: float | None = None
-    started: bool = False
-    """An attempt after the first has begun, and has no generation yet."""
-    stood_by: set[str] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.run = Run()
+        self.seen: dict[str, list[float]] = defaultdict(list)
+        self.weighed = _Weighed()
+        self.causes: list[str] = []
+        """Of each generation of the run: the name of the cost of its pause, if it follows one."""
+        self._reasons: dict[tuple[Any, ...], str] = {}
+        self._firsts: list[float] = []
+        """The boots of this attempt before its first generation."""
+        self._joined: dict[str, float] = {}
+        """When the hosts of a rehearsal came, until their first worker starts."""
+        self._leaving = set[str]()
+        """Hosts that have left the list."""
+        self._ready: float | None = None
+        self._lost_at: float | None = None
+        """When this attempt's newest host was taken in a rehearsal."""
+        self._is_sudden = False
+        """A worker of this generation was lost whose host was on the list."""
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Take one more event."""
-        now, place = float(event["time"]), (event.get("attempt"), event.get("generation"))
+        run, now = self.run, float(event["time"])
         match event["event"]:
             case "run.started":
-                self._begin()
+                self._lost_at, self._is_sudden = None, False
+                self._joined.clear()
+                self._leaving.clear()
             case "attempt.started":
                 self._begin_attempt(now)
             case "rehearsal.host_joined":
-                self.joined[str(event["host"])] = now
+                self._joined[str(event["host"])] = now
             case "rehearsal.host_lost":
-                self.lost_at = now
+                self._lost_at = now
             case "driver.host_removed":
-                self.leaving.add(str(event["host"]))
+                self._leaving.add(str(event["host"]))
             case "driver.worker_gone":
                 ending = ENDINGS.get(str(event.get("reason")))
                 is_lost = ending is not None and ending.is_lost
-                self.is_sudden |= is_lost and str(event.get("host")) not in self.leaving
-            case "driver.worker_started" if event["host"] in self.joined:
-                self.seen["listed_s"].append(now - self.joined.pop(event["host"]))
+                self._is_sudden |= is_lost and str(event.get("host")) not in self._leaving
+            case "driver.worker_started" if event["host"] in self._joined:
+                self.seen["listed_s"].append(now - self._joined.pop(event["host"]))
             case "driver.worker_ready":
-                self.ready = now
-                boot_s = float(event.get("boot_s") or 0.0)
-                if boot_s < 1.0:
-                    self.seen["standby_s"].append(boot_s)
-                elif self.is_training:
-                    self.seen["boot_s"].append(boot_s)
-                else:
-                    self.firsts.append(boot_s)
+                self._ready, boot_s = now, float(event.get("boot_s") or 0.0)
+                (self.seen["standby_s"] if boot_s < 1.0 else
+                 self.seen["boot_s"] if run.size else self._firsts).append(boot_s)
             case "driver.generation_formed":
-                self.reasons[place] = str(event.get("reason"))
+                self._reasons[_place(event)] = str(event.get("reason"))
             case "worker.generation_started":
-                self.weighed.enter()
-                if self.firsts and not self.is_training:
-                    self.seen["restart_boot_s" if self.started else "first_boot_s"].append(
-                        max(self.firsts))
-                self.is_training, self.has_begun, self.is_sudden = True, True, False
-                if self.started and self.ready is not None:
-                    self.seen["enter_s"].append(now - self.ready)
-                self.started, self.last = False, None
-            case "worker.pause_ended":
-                self.pause = "loss_s" if self.reasons.get(place) == "death" else "change_s"
-                self.worlds.append(int(event.get("size") or 1))
+                self._enter(now)
             case "worker.step_committed" if not event.get("repeated"):
-                self._step(event, place, now)
+                self.weighed.step(float(event.get("step_s") or 0.0),
+                                  float(event.get("checkpoint_s") or 0.0))
             case "state.checkpoint_published":
-                self.published.append((int(event["step"]), now))
                 self.weighed.is_up = False
-                for name, key in (("checkpoint_s", "pause_s"), ("publish_s", "duration_s")):
-                    self.seen[name].append(float(event.get(key) or 0.0))
-            case "job.described":
-                self.microbatches = int(event["microbatches"])
-                self.batch = int(event["global_batch"])
-                self.every = str(event.get("checkpoint_every", ""))
-
-    def _begin(self) -> None:
-        """Begin another run, or another invocation of this one."""
-        self.has_begun = self.started = self.is_sudden = False
-        self.last = self.lost_at = None
-        for known in (self.reasons, self.joined, self.leaving):
-            known.clear()
+        run.read(event)
+        if len(run.generations) > len(self.causes):
+            is_loss = self._reasons.get(_place(event)) == "death"
+            self.causes.append("loss_s" if is_loss else "change_s")
 
     def _begin_attempt(self, now: float) -> None:
+        run = self.run
         self.weighed.end()
         self.weighed = _Weighed(self.weighed.costs)
-        if self.last:
-            since = self.last[1] if self.is_sudden else self.lost_at
+        if self._is_restart and run.size and len(run.steps) > run.generations[-1].first:
+            since = run.steps.ends[-1] if self._is_sudden else self._lost_at
             if since is not None:  # else it waited with hosts under notice, until when?
                 self.seen["give_up_s"].append(now - since)
-        self.last, self.started, self.ready = None, self.has_begun, None
-        self.firsts, self.is_training, self.lost_at = [], False, None
-        self.ended, self.pause = None, ""
+        self._firsts, self._ready, self._lost_at = [], None, None
 
-    def _step(self, event: Mapping[str, Any], place: tuple[Any, ...], now: float) -> None:
-        step_s = float(event.get("step_s") or 0.0)
-        if self.pause and self.ended is not None:
-            self.seen[self.pause].append(max(0.0, now - self.ended - step_s))
-        self.ended, self.pause = now, ""
-        self.weighed.step(step_s, float(event.get("checkpoint_s") or 0.0))
-        if self.last and self.last[0] == place:  # else it is the first step behind a pause
-            self.steps[int(event["size"])].append(step_s)
-            self.gaps.append(max(0.0, now - self.last[1] - step_s))
-        self.last = place, now
+    def _enter(self, now: float) -> None:
+        """Begin a generation."""
+        self.weighed.enter()
+        self._is_sudden = False
+        if self.run.size:
+            return  # not the first one of its attempt
+        if self._firsts:
+            self.seen["restart_boot_s" if self._is_restart else "first_boot_s"].append(
+                max(self._firsts))
+        if self._is_restart and self._ready is not None:
+            self.seen["enter_s"].append(now - self._ready)
+
+    @property
+    def _is_restart(self) -> bool:
+        """The run has had a generation since a person started it."""
+        return not self.run.accounts.is_booting
+
+    def _steps(self) -> tuple[dict[int, list[float]], float, list[int]]:
+        """Note the pauses. Return the times of the steps by the size of the world, without the
+        first one of each generation; the time between them; and the worlds after the pauses."""
+        run, steps, gaps_s, worlds = self.run, dict[int, list[float]](), 0.0, list[int]()
+        ends, seconds = np.array(run.steps.ends), np.array(run.steps.seconds)
+        last, attempt = -1, None
+        for one, after, cause in zip_longest(run.generations, run.generations[1:], self.causes):
+            lines = np.arange(one.first, after.first if after else len(ends))
+            # A line without a time repeats a step that no line had reported.
+            lines = lines[seconds[lines] > 0.0]
+            if not lines.size:
+                continue
+            if last >= 0 and one.attempt is attempt:
+                self.seen[cause].append(
+                    max(0.0, float(ends[lines[0]] - ends[last] - seconds[lines[0]])))
+                worlds.append(one.size)
+            if lines.size > 1:
+                steps.setdefault(one.size, []).extend(seconds[lines[1:]].tolist())
+                gaps_s += float((np.diff(ends[lines]) - seconds[lines[1:]]).clip(min=0.0).sum())
+            last, attempt = int(lines[-1]), one.attempt
+        return steps, gaps_s, worlds
 
     def costs(self) -> Costs:
         """Return the costs of the log, and the defaults for those that it does not show."""
+        run, (steps, gaps_s, worlds) = self.run, self._steps()
+        for one in run.checkpoints:
+            self.seen["checkpoint_s"].append(one.pause_s)
+            self.seen["publish_s"].append(one.duration_s)
         found: dict[str, Any] = {name: tuple(values) for name, values in self.seen.items()}
         if "first_boot_s" in found:  # a run without newcomers or restarts
             found.setdefault("boot_s", found["first_boot_s"])
@@ -262,24 +253,30 @@ class _Log:
         self.weighed.end()
         if self.weighed.costs:
             found["auto_s"] = tuple(self.weighed.costs)
-        if self.steps and self.microbatches:
-            found |= {"microbatches": self.microbatches, "batch": self.batch}
-            found["fixed_s"], found["microbatch_s"] = fitted(self.steps, self.microbatches)
-            pauses_s = len(self.published) * float(found.get("checkpoint_s", 0.0))
-            found["between_s"] = max(0.0, sum(self.gaps) - pauses_s) / len(self.gaps)
-        if interval := self.every or interval_of(self.published):
+        microbatches = int(run.job.get("microbatches") or 0)
+        if steps and microbatches:
+            found |= {"microbatches": microbatches, "batch": int(run.job["global_batch"])}
+            found["fixed_s"], found["microbatch_s"] = fitted(steps, microbatches)
+            pauses_s = len(run.checkpoints) * float(found.get("checkpoint_s", 0.0))
+            found["between_s"] = max(0.0, gaps_s - pauses_s) / sum(map(len, steps.values()))
+        published = [(one.step, one.time) for one in run.checkpoints]
+        if interval := str(run.job.get("checkpoint_every", "")) or interval_of(published):
             found["interval"] = interval
-        if self.worlds:
-            found["world"] = round(median(self.worlds))
+        if worlds:
+            found["world"] = round(median(worlds))
         return Costs(**found, measured=tuple(sorted(found)))
+
+
+def _place(event: Mapping[str, Any]) -> tuple[Any, ...]:
+    return event.get("attempt"), event.get("generation")
 
 
 def costs_of(events: Iterable[Mapping[str, Any]]) -> Costs:
     """Return what a run's events show of the costs."""
-    log = _Log()
+    reader = _Reader()
     for event in events:
-        log.take(event)
-    return log.costs()
+        reader.take(event)
+    return reader.costs()
 
 
 def interval_of(published: Sequence[tuple[int, float]]) -> str:
