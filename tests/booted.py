@@ -121,10 +121,9 @@ class Booted:
         inside = f'echo $$ >"{self.group}/cgroup.procs" && exec "$@"'
         self.process = subprocess.Popen(dying_with_us("sh", "-c", inside, "sh", *UNSHARE,
                                                       "--cgroup", "sh", "-c", INIT, "init",
-                                                      self.folder, " ".join(DEVICES), *self.shown),
-                                        stdin=subprocess.DEVNULL,
-                                        stdout=self.log,
-                                        stderr=self.log,
+                                                      self.folder, " ".join(DEVICES),
+                                                      *self.shown), stdin=subprocess.DEVNULL,
+                                        stdout=self.log, stderr=self.log,
                                         start_new_session=True,
                                         env=os.environ | {"TARGET": TARGET, "LOST": LOST})
         try:
@@ -149,10 +148,8 @@ class Booted:
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run a command on it as root, to its end."""
         enter = ("nsenter", "-t", str(self.pid), "-m", "-u", "-i", "-n", "-p", "-C", "--")
-        done = subprocess.run(dying_with_us(*enter, *command),
-                              capture_output=True,
-                              text=True,
-                              timeout=START_S)
+        done = subprocess.run(dying_with_us(*enter, *command), capture_output=True,
+                              text=True, timeout=START_S)
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done
 

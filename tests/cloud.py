@@ -126,9 +126,8 @@ class Cloud:
 
     def coordinator(self) -> str:
         """Return the coordinator's address."""
-        return next(
-            str(i["PrivateIpAddress"]) for i in self.instances()
-            if i["InstanceId"] == self.outputs["coordinator"])
+        return next(str(i["PrivateIpAddress"]) for i in self.instances()
+                    if i["InstanceId"] == self.outputs["coordinator"])
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """Return the machines of the group by name."""

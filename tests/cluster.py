@@ -37,8 +37,7 @@ POLL_S = 0.02
 PATIENT = "silence_s=8,gloo_s=16,driver_lost_s=6"
 """The time for which a healthy worker may be silent in a test, because its machine stalls. A bench
 measures with the defaults."""
-HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs",
-                "program_differs")
+HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs", "program_differs")
 
 
 SEATS = 3
@@ -85,8 +84,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def run_alone(command: Sequence[str | Path], folder: Path,
-              timeout_s: float | None = 300) -> str:
+def run_alone(command: Sequence[str | Path], folder: Path, timeout_s: float | None = 300) -> str:
     """Run a command that no launcher has started; return what it printed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True,
@@ -104,20 +102,11 @@ def weights_alone(command: Sequence[str | Path], folder: Path,
 class Cluster:
     """One run, with everything it started; use as a context manager."""
 
-    def __init__(self,
-                 folder: Path,
-                 *,
-                 hosts: int = 4,
-                 names: Sequence[str] = (),
-                 start_with: int | None = None,
-                 min_workers: int = 2,
-                 job: Sequence[str] = (),
-                 plan: Plan | None = None,
-                 discovery: str | None = None,
-                 options: Sequence[str] = (),
-                 command: Sequence[str] | None = None,
-                 run: str = "run",
-                 limits: str = PATIENT):
+    def __init__(self, folder: Path, *, hosts: int = 4, names: Sequence[str] = (),
+                 start_with: int | None = None, min_workers: int = 2, job: Sequence[str] = (),
+                 plan: Plan | None = None, discovery: str | None = None,
+                 options: Sequence[str] = (), command: Sequence[str] | None = None,
+                 run: str = "run", limits: str = PATIENT):
         self.folder, self.run_dir = folder, folder / "runs" / run
         self.plan = plan or Plan()
         folder.mkdir(parents=True, exist_ok=True)
@@ -125,16 +114,13 @@ class Cluster:
         self.all_hosts = list(names) or [f"127.0.0.{number}" for number in range(1, hosts + 1)]
         start_with = start_with or len(self.all_hosts)
         self.set_hosts(self.all_hosts[:start_with])
-        self.command = [
-            sys.executable, "-m", "elastic_trainer", "run", "--run", run, "--runs-dir",
-            str(folder / "runs"), "--host-discovery-script", discovery
-            or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np",
-            str(start_with), "--min-np",
-            str(min_workers), *options, "--", *(command or [*JOB, *job])
-        ]
-        self.env = os.environ | {
-            "ELASTIC_TEST_PLAN": self.plan.to_json(), "ELASTIC_TEST_FOLDER": str(folder)
-        }
+        self.command = [sys.executable, "-m", "elastic_trainer", "run", "--run", run,
+                        "--runs-dir", str(folder / "runs"), "--host-discovery-script", discovery
+                        or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np",
+                        str(start_with), "--min-np", str(min_workers), *options, "--",
+                        *(command or [*JOB, *job])]
+        self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(),
+                                 "ELASTIC_TEST_FOLDER": str(folder)}
         self.seats = SEATS
         if "PYTEST_CURRENT_TEST" in os.environ:
             self.env["ELASTIC_TRAINER_LIMITS"] = limits
@@ -171,10 +157,8 @@ class Cluster:
 
     def start(self) -> None:
         """Start the run, or resume it."""
-        self.process = subprocess.Popen(self.command,
-                                        env=self.env,
-                                        cwd=self.folder,
-                                        start_new_session=True,
+        self.process = subprocess.Popen(self.command, env=self.env,
+                                        cwd=self.folder, start_new_session=True,
                                         stdout=open(self.folder / "output.log", "ab"),
                                         stderr=subprocess.STDOUT)
 
@@ -334,10 +318,7 @@ class Cluster:
         return flaws + [reason for reason in refused
                         if "a malformed message" in reason or "a line that" in reason]
 
-    def assert_nothing_lost(self,
-                            twin: str,
-                            *,
-                            victims: int,
+    def assert_nothing_lost(self, twin: str, *, victims: int,
                             revived: bool = False) -> dict[str, Any]:
         """Assert the three laws: every planned fault fired, no healthy worker died, same bits, each
         sample once."""

@@ -38,25 +38,15 @@ class Plan:
 
     faults: list[dict[str, Any]] = field(default_factory=list)
 
-    def add(self,
-            do: str,
-            *,
-            at: str,
-            host: str | None = None,
-            step: int | None = None,
-            generation: int | None = None,
-            after: int = 0,
-            **facts: Any) -> Plan:
+    def add(self, do: str, *, at: str, host: str | None = None, step: int | None = None,
+            generation: int | None = None, after: int = 0, **facts: Any) -> Plan:
         """Add a fault: `do` when a worker on `host` (any, if None) reaches the point `at` with
         these facts, and the first `after` faults of the plan have fired."""
         assert at in POINTS, at
-        wanted = {
-            k: v
-            for k, v in {"step": step, "generation": generation, **facts}.items() if v is not None
-        }
-        self.faults.append(
-            {"do": do, "at": at, "host": host, "facts": wanted, "number": len(self.faults),
-             "after": after})
+        wanted = {k: v for k, v in {"step": step, "generation": generation, **facts}.items()
+                  if v is not None}
+        self.faults.append({"do": do, "at": at, "host": host, "facts": wanted,
+                            "number": len(self.faults), "after": after})
         return self
 
     def kill(self, **where: Any) -> Plan:
@@ -125,12 +115,8 @@ class Injector:
     def _claim(self, fault: dict[str, Any], facts: dict[str, Any]) -> bool:
         try:
             with open(self._fired(fault["number"]), "x") as file:
-                json.dump(
-                    {
-                        "host": self.host, "pid": os.getpid(),
-                        **{k: str(v)
-                           for k, v in facts.items()}
-                    }, file)
+                json.dump({"host": self.host, "pid": os.getpid(),
+                           **{k: str(v) for k, v in facts.items()}}, file)
             return True
         except FileExistsError:
             return False

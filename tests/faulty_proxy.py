@@ -150,9 +150,8 @@ class FaultyProxy:
         if kind == "slow":
             self.released.wait(0.7)
         if kind in ("bare_404", "page_404"):  # as balancers say it whose server is briefly away
-            return self._answer(
-                request, 404, [],
-                b"<html><body>Not Found</body></html>" if kind == "page_404" else b"")
+            return self._answer(request, 404, [], b"<html><body>Not Found</body></html>"
+                                if kind == "page_404" else b"")
         if kind in STATUS:
             status, code = STATUS[kind]
             answer = f"<Error><Code>{code}</Code><Message>as planned</Message></Error>"
@@ -189,13 +188,8 @@ class FaultyProxy:
         self._answer(request, answered.status, passed, data, cut=kind == "truncate",
                      bodiless=method == "HEAD")
 
-    def _answer(self,
-                request: BaseHTTPRequestHandler,
-                status: int,
-                headers: list[tuple[str, str]],
-                data: bytes,
-                *,
-                cut: bool = False,
+    def _answer(self, request: BaseHTTPRequestHandler, status: int,
+                headers: list[tuple[str, str]], data: bytes, *, cut: bool = False,
                 bodiless: bool = False) -> None:
         request.send_response_only(status)
         for name, value in headers:

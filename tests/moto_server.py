@@ -38,10 +38,8 @@ def moto_server(folder: Path) -> Iterator[str]:
         raise Unavailable(str(error)) from error
     port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
-    with process([python, Path(__file__).resolve(), "-H", "127.0.0.1", "-p",
-                  str(port)],
-                 folder / "moto.log",
-                 MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
+    with process([python, Path(__file__).resolve(), "-H", "127.0.0.1", "-p", str(port)],
+                 folder / "moto.log", MOTO_EC2_LOAD_DEFAULT_AMIS="true"):
         client = boto3.client("ec2", endpoint_url=endpoint, region_name="us-east-1",
                               aws_access_key_id="x", aws_secret_access_key="x")
         deadline = time.monotonic() + START_S

@@ -86,10 +86,8 @@ def prepare() -> None:
     if os.geteuid() != 0:
         raise Unavailable(
             "the lab of hosts needs root (network namespaces): run the tests as root, as CI does")
-    missing = [
-        program for program in ("ip", "unshare", "nsenter", "setpriv", "mount")
-        if not shutil.which(program)
-    ]
+    missing = [program for program in ("ip", "unshare", "nsenter", "setpriv", "mount")
+               if not shutil.which(program)]
     if missing:
         raise Unavailable(
             f"the lab of hosts needs {', '.join(missing)}: apt-get install iproute2 util-linux "
@@ -230,9 +228,8 @@ class Lab:
     def unplug(self, *names: str) -> None:
         """Take hosts off the bridge at once: their packets and those for them are dropped, and
         nobody is told."""
-        self._ip("-batch",
-                 "-",
-                 given="".join(f"link set {self.hosts[name].port} nomaster\n" for name in names))
+        self._ip("-batch", "-", given="".join(f"link set {self.hosts[name].port} nomaster\n"
+                                              for name in names))
 
     def plug_in(self, name: str) -> None:
         """Undo `unplug`."""
@@ -257,10 +254,8 @@ class Lab:
         host = self.hosts[name]
         pace = ("tbf", "rate", f"{kbit}kbit", "burst", "16kb", "latency", "400ms") if kbit else ()
         for there, device in ((host.enter(), host.interface), (self._enter_switch(), host.port)):
-            subprocess.run(
-                [*there, "tc", "qdisc", "replace" if kbit else "del", "dev", device, "root", *pace],
-                check=True,
-                capture_output=True)
+            subprocess.run([*there, "tc", "qdisc", "replace" if kbit else "del", "dev",
+                            device, "root", *pace], check=True, capture_output=True)
 
     def fill(self, name: str, folder: str | Path) -> None:
         """Fill a disk of a host's own: with a file named full, which may be removed."""
@@ -268,10 +263,8 @@ class Lab:
 
     def inside(self, name: str, *command: str) -> str:
         """Run a command on a host to its end; returns what it printed."""
-        done = subprocess.run([*self.hosts[name].enter(), *command],
-                              capture_output=True,
-                              text=True,
-                              timeout=60)
+        done = subprocess.run([*self.hosts[name].enter(), *command], capture_output=True,
+                              text=True, timeout=60)
         assert done.returncode == 0, f"{name}: {command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -283,10 +276,8 @@ class Lab:
 
     def python_path(self) -> str:
         """Return where Python looks first on a host: for what makes a clock wrong."""
-        return os.pathsep.join(
-            filter(
-                None,
-                [str(self.folder / "site"), os.environ.get("PYTHONPATH")]))
+        return os.pathsep.join(filter(None, [str(self.folder / "site"),
+                                             os.environ.get("PYTHONPATH")]))
 
     def health(self, name: str) -> Health:
         """Return what a host's agent answers its poller. Raises AgentUnreachable."""
@@ -310,10 +301,8 @@ class Lab:
         return ["nsenter", "-t", str(self.switch.pid), "-n"]
 
     def _ip(self, *arguments: str, given: str = "") -> None:
-        subprocess.run([*self._enter_switch(), "ip", *arguments],
-                       input=given.encode(),
-                       check=True,
-                       capture_output=True)
+        subprocess.run([*self._enter_switch(), "ip", *arguments], input=given.encode(),
+                       check=True, capture_output=True)
 
 
 class Host:
@@ -325,12 +314,10 @@ class Host:
         self.port = f"port{lab.ports}"
         self.interface = lab.interface or f"lab{lab.ports}"
         self.process = subprocess.Popen(dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name,
-                                                      lab.folder,
-                                                      "" if name == COORDINATOR else lab.hidden),
-                                        stdin=subprocess.PIPE,
-                                        stdout=subprocess.PIPE,
-                                        stderr=lab.output,
-                                        start_new_session=True)
+                                                      lab.folder, "" if name == COORDINATOR
+                                                      else lab.hidden),
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        stderr=lab.output, start_new_session=True)
         self.pid = 0
         self.agent: subprocess.Popen[bytes] | None = None
         self.metadata: MetadataServer | None = None
@@ -354,11 +341,8 @@ class Host:
             f"link set lo up\naddr add {METADATA}/32 dev lo\naddr add {address}/16 dev "
             f"{self.interface}\n"
             f"link set {self.interface} up\n")
-        subprocess.run([*self.enter(), "ip", "-batch", "-"],
-                       input=batch,
-                       text=True,
-                       check=True,
-                       capture_output=True)
+        subprocess.run([*self.enter(), "ip", "-batch", "-"], input=batch, text=True,
+                       check=True, capture_output=True)
         self.process.stdin.write(b"plugged\n")
         self.process.stdin.flush()
 
@@ -473,13 +457,8 @@ class Fleet(Cluster):
     """A run whose coordinator and workers are hosts of a lab. With `own_disks` hosts that boot
     later see no runs of it."""
 
-    def __init__(self,
-                 lab: Lab,
-                 folder: Path,
-                 names: Sequence[str] = (),
-                 own_disks: bool = False,
-                 limits: str = "",
-                 **options: Any):
+    def __init__(self, lab: Lab, folder: Path, names: Sequence[str] = (),
+                 own_disks: bool = False, limits: str = "", **options: Any):
         self.lab = lab
         # Ssh has limits of its own, just above ours.
         super().__init__(folder, names=names, limits=limits, **options)
@@ -528,10 +507,8 @@ class Fleet(Cluster):
 
     def signal_worker(self, host: str, number: int) -> int:
         """Send a signal to the worker on a host; returns its pid there."""
-        pid = [
-            e["pid"] for e in self.events("driver.worker_ready")
-            if e["worker"].split("/")[0] == host
-        ][-1]
+        pid = [e["pid"] for e in self.events("driver.worker_ready")
+               if e["worker"].split("/")[0] == host][-1]
         self.lab.inside(host, "kill", f"-{number}", str(pid))
         return int(pid)
 

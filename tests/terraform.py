@@ -74,8 +74,7 @@ class Root:
     def __enter__(self) -> Root:
         """Make the copy ready without `init`. Raises Unavailable."""
         where = provider()
-        shutil.copytree(DEPLOY,
-                        self.folder / "deploy",
+        shutil.copytree(DEPLOY, self.folder / "deploy",
                         ignore=shutil.ignore_patterns(".terraform*", "*.tfstate*"))
         # An override spares `init` and the hashing of 700 MB that each command would begin with.
         (self.there / "test.tfrc").write_text(

@@ -251,8 +251,7 @@ def test_there_are_as_many_local_workers_as_were_asked_for(monkeypatch: pytest.M
     assert (logged.np, logged.min_np, logged.max_np) == (np, min_np, max_np)
     locations = Locations()
     locations.look_up(listed)
-    assert len(listed) == hosts and set(listed.values()) == {1} and all(
-        locations.is_here.values())
+    assert len(listed) == hosts and set(listed.values()) == {1} and all(locations.is_here.values())
 
 
 @pytest.mark.parametrize(

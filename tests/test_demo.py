@@ -27,10 +27,8 @@ import torch
 from elastic_trainer.examples import gpt
 from elastic_trainer.training.determinism import probe_facts, probe_program
 
-WEIGHTS = {
-    10: "531626acd00f958cad3f3c54faf5a332a0a2e95eb994473f842b1e9dabd53e89",
-    100: "f6f429de5bd0b6bf3c4600ff5b1715b8af07ca7ba03d3e36fda481b1c18d5c02",
-}
+WEIGHTS = {10: "531626acd00f958cad3f3c54faf5a332a0a2e95eb994473f842b1e9dabd53e89",
+           100: "f6f429de5bd0b6bf3c4600ff5b1715b8af07ca7ba03d3e36fda481b1c18d5c02"}
 """By the number of steps, for seed 0."""
 MADE_WITH: dict[str, Any] = {
     "cpu": "Intel(R) Xeon(R) Processor", "instructions": "AVX512", "threads": "1",
@@ -57,22 +55,15 @@ def made_with() -> dict[str, Any]:
 def test_the_demo_has_the_weights_of_version_0_1(steps: int, tmp_path: Path) -> None:
     """Bit for bit, for seed 0. The run of 100 steps takes 40 s of one core."""
     here = made_with()
-    if differs := {
-            name: (was, here.get(name))
-            for name, was in MADE_WITH.items() if here.get(name) != was
-    }:
+    if differs := {name: (was, here.get(name)) for name, was in MADE_WITH.items()
+                   if here.get(name) != was}:
         pytest.skip(f"the hash was made elsewhere: {differs}")
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
     env["ELASTIC_TRAINER_RUN_DIR"] = str(tmp_path / "run")
-    done = subprocess.run(
-        [sys.executable, "-m", "elastic_trainer.examples.gpt", "--steps",
-         str(steps)],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=1200)
+    done = subprocess.run([sys.executable, "-m", "elastic_trainer.examples.gpt", "--steps",
+                           str(steps)], env=env, cwd=tmp_path, capture_output=True,
+                          text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert json.loads(
         (tmp_path / "run" / "result.json").read_text())["weights_sha256"] == WEIGHTS[steps]

@@ -183,8 +183,7 @@ def test_the_coordinator_may_call_what_discovery_calls_and_workers_nothing_of_it
     names = {re.sub(r"[:_](\w)", lambda m: m[0][0].replace("_", "") + m[1].upper(), name)
              for name in called}
     assert len(names) >= 4
-    assert {a
-            for a in actions_of("coordinator")
+    assert {a for a in actions_of("coordinator")
             if not a.startswith("s3:")} == names | {"autoscaling:SetDesiredCapacity"}
     assert all(
         action.startswith("s3:") for action in actions_of("workers") | actions_of("checkpoints"))
@@ -318,8 +317,7 @@ class Machine:
         """Return a script or configuration as it must be for this machine: our folders, and us for
         `trainer`."""
         text = re.sub(r"(?<![\w.}])/(etc|var|opt)/", rf"{self.root}/\1/", text)
-        whoami, group = (subprocess.run(["id", f, *self.trainer.split()],
-                                        capture_output=True,
+        whoami, group = (subprocess.run(["id", f, *self.trainer.split()], capture_output=True,
                                         text=True).stdout.strip() for f in ("-un", "-gn"))
         return (text.replace("-o trainer -g trainer", f"-o {whoami} -g {group}").replace(
             "trainer:trainer", f"{whoami}:{group}").replace("-u trainer", f"-u {whoami}").replace(
@@ -370,9 +368,8 @@ def push_to(coordinator: Machine, folder: Path, install: str = INSTALL, **job: s
     (coordinator.store / "b/mine").mkdir(parents=True)
     (code / "install.sh").chmod(0o700)
     code.parent.chmod(0o700)
-    subprocess.run(
-        ["tar", "-czf", coordinator.store / "b/mine/code.tar.gz", "-C", code.parent, "."],
-        check=True)
+    subprocess.run(["tar", "-czf", coordinator.store / "b/mine/code.tar.gz", "-C", code.parent,
+                    "."], check=True)
 
 
 def coordinator_in(folder: Path, trainer: str = "") -> Machine:
@@ -502,8 +499,7 @@ def test_a_boot_without_code_names_the_remedy_in_the_bucket_and_gives_up(tmp_pat
     machine.calls.write_text("")
     machine.boot("gave-up")
     assert not asked.exists()  # started again, it asks for the workers again
-    assert "The coordinator has given up. It asks for no workers, and stops." in boot_log(
-        machine)
+    assert "The coordinator has given up. It asks for no workers, and stops." in boot_log(machine)
     emptied, off = machine.called().splitlines()[-2:]
     assert emptied.endswith(
         "set-desired-capacity --auto-scaling-group-name mine-workers --desired-capacity 0")
@@ -627,8 +623,7 @@ def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
     config = worker.root / "etc/ssh/sshd_config.d/10-fleet.conf"
 
-    def entered(name: str,
-                key: Path,
+    def entered(name: str, key: Path,
                 host_key: str = "ssh_host_ed25519_key") -> subprocess.CompletedProcess[str]:
         served = config.with_name("served")
         served.write_text(config.read_text().replace(
@@ -832,8 +827,7 @@ def test_a_secret_is_in_the_commands_variables_and_nowhere_else(
         fleet: tuple[Machine, Machine]) -> None:
     """By its parameter's name; not on a command line, not in a file, not in a message."""
     for machine, role, program in zip(fleet, ("coordinator", "worker"),
-                                      ("horovodrun_elastic.sh", ".venv/bin/python"),
-                                      strict=True):
+                                      ("horovodrun_elastic.sh", ".venv/bin/python"), strict=True):
         (machine.root / "var/lib/elastic-trainer/hosts").touch()
         with_secrets(machine, TOKEN="/mine/token")
         path = machine.root / "opt/elastic-trainer" / program
@@ -991,9 +985,8 @@ def pushed(folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def git(folder: Path, *words: str) -> None:
-    subprocess.run(["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@here", *words],
-                   check=True,
-                   capture_output=True)
+    subprocess.run(["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@here",
+                    *words], check=True, capture_output=True)
 
 
 def test_push_sends_what_git_tracks_and_lists_what_it_leaves_out(tmp_path: Path) -> None:

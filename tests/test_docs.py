@@ -45,10 +45,8 @@ from elastic_trainer.driver import supervisor as attempts
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "README.md",
          *sorted((ROOT / "docs").rglob("*.md"))]
-WRITTEN = [
-    ROOT / "CHANGELOG.md",
-    *(page for page in PAGES if page.name not in {"events.md", "reference.md"})
-]
+WRITTEN = [ROOT / "CHANGELOG.md", *(page for page in PAGES
+                                    if page.name not in {"events.md", "reference.md"})]
 EXTERNAL = {
     "https://github.com/pytorch/examples/tree/main/distributed/ddp-tutorial-series",
     "https://github.com/horovod/horovod/blob/master/examples/pytorch/pytorch_mnist.py",
@@ -64,10 +62,8 @@ EXTERNAL = {
 SHOWN = {"json", "text", "mermaid"}
 YOURS = {"my_train.py", "hosts.sh", "NAME.tfvars", "gpt-1.tfvars"}
 """Files of the reader's own."""
-OTHERS = {
-    "aws", "chgrp", "chmod", "find", "mkdir", "openssl", "pip", "printf", "read", "source",
-    "terraform", "umask", "zcat"
-}
+OTHERS = {"aws", "chgrp", "chmod", "find", "mkdir", "openssl", "pip", "printf", "read",
+          "source", "terraform", "umask", "zcat"}
 """Programs that are not ours: their options are not checked."""
 NOT_OURS = re.compile(
     r"\b(diary|strangers?|nobody|whoever|somebody|told|said|so (many|long) of|so many steps)\b",
@@ -110,10 +106,8 @@ def run_bash(example: Example) -> None:
             assert program == "python", f"{program}: a `bash` block has commands of ours alone"
             path = os.pathsep.join([str(ROOT), *sys.path])
             done = subprocess.run([sys.executable, *words],
-                                  env=os.environ | {"PYTHONPATH": path},
-                                  timeout=300,
-                                  capture_output=True,
-                                  text=True)
+                                  env=os.environ | {"PYTHONPATH": path}, timeout=300,
+                                  capture_output=True, text=True)
             assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -227,10 +221,8 @@ def help_of(*command: str) -> frozenset[str]:
 def check_options(words: list[str], known: frozenset[str]) -> None:
     """Check the options of a command; the word behind one may be its value, also where it begins
     with a dash."""
-    unknown = [
-        word for word in words
-        if re.match("--?[a-zA-Z]", word) and word.partition("=")[0] not in known
-    ]
+    unknown = [word for word in words if re.match("--?[a-zA-Z]", word)
+               and word.partition("=")[0] not in known]
     assert unknown == [], f"{unknown} in {words}"
 
 
@@ -336,11 +328,8 @@ def check_command(words: list[str]) -> None:
 def sources() -> dict[str, str]:
     """Return the text of all modules of the package, by name."""
     folder = Path(elastic_trainer.__file__).parent  # rglob would not follow the links
-    return {
-        path.as_posix(): path.read_text()
-        for pattern in ("*.py", "*/*.py")
-        for path in folder.glob(pattern)
-    }
+    return {path.as_posix(): path.read_text() for pattern in ("*.py", "*/*.py")
+            for path in folder.glob(pattern)}
 
 
 def inline_code(page: Path) -> list[str]:
@@ -392,9 +381,8 @@ NO_EVENTS = {"state.py"}
 def test_events_in_the_text_are_logged_by_the_code(page: Path) -> None:
     """Each name stands in a module as a literal."""
     named = {code for code in inline_code(page) if EVENT.fullmatch(code)} - NO_EVENTS
-    assert {name
-            for name in named
-            if not any(f'"{name}"' in text for text in sources().values())} == set()
+    assert {name for name in named if not any(f'"{name}"' in text
+                                              for text in sources().values())} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -416,9 +404,8 @@ def test_arguments_in_the_text_exist(page: Path) -> None:
 def slugs(page: Path) -> set[str]:
     """Return the anchors that GitHub gives a page's headings."""
     tokens = tokens_of(page)
-    titles = [
-        tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"
-    ]
+    titles = [tokens[i + 1].content for i, token in enumerate(tokens)
+              if token.type == "heading_open"]
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
@@ -443,9 +430,8 @@ def test_every_link_within_the_repository_leads_to_something(page: Path) -> None
 
 def test_links_that_lead_elsewhere_are_listed() -> None:
     """Above, so that a reviewer sees a new one; and nothing is listed that no page names."""
-    assert {link
-            for page in PAGES
-            for link in links_of(page) if re.match("[a-z]+:", link)} == EXTERNAL
+    assert {link for page in PAGES for link in links_of(page)
+            if re.match("[a-z]+:", link)} == EXTERNAL
 
 
 def test_every_page_is_linked_from_the_list_of_pages() -> None:
@@ -469,18 +455,15 @@ def test_the_readme_is_short() -> None:
 def test_lines_have_at_most_100_columns(page: Path) -> None:
     """But for rows of tables and long addresses, which cannot be broken."""
     whole = re.compile(r"\||\S*\]\(\S+\)\S*$|\[[^]]*\]\(\S+\)\S*$")
-    assert [
-        line for line in page.read_text().splitlines() if len(line) > 100 and not whole.match(line)
-    ] == []
+    assert [line for line in page.read_text().splitlines() if len(line) > 100
+            and not whole.match(line)] == []
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=name_of)
 def test_pages_use_the_standard_terms(page: Path) -> None:
     """Event log, unauthenticated client, worker: not our own words for them."""
-    assert [
-        token.content for token in tokens_of(page)
-        if token.type == "text" and NOT_OURS.search(token.content)
-    ] == []
+    assert [token.content for token in tokens_of(page) if token.type == "text"
+            and NOT_OURS.search(token.content)] == []
 
 
 def test_each_promise_has_a_command() -> None:
@@ -501,10 +484,8 @@ def test_every_exit_code_has_a_row_in_troubleshooting() -> None:
 
 def test_the_reference_is_generated_from_the_docstrings() -> None:
     """`python docs/reference.py` writes it anew."""
-    made = subprocess.run([sys.executable, ROOT / "docs" / "reference.py", "--print"],
-                          capture_output=True,
-                          text=True,
-                          check=True,
+    made = subprocess.run([sys.executable, ROOT / "docs" / "reference.py",
+                           "--print"], capture_output=True, text=True, check=True,
                           env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])})
     assert (ROOT / "docs" /
             "reference.md").read_text() == made.stdout, "run python docs/reference.py"

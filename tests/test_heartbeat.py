@@ -16,26 +16,16 @@ WHOLE = st.integers(0, 2**40)
 PORT = st.integers(0, 65535)
 NAME = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,8}/[0-9]/[0-9]", fullmatch=True)
 TEXT = st.text(st.characters(codec="utf-8"), max_size=200)
-FAULTS = st.builds(MachineFault,
-                   step=st.integers(-1, 2**40),
-                   microbatch=st.integers(-1, 1000),
-                   kind=st.just("EIO"),
-                   text=TEXT)
+FAULTS = st.builds(MachineFault, step=st.integers(-1, 2**40), microbatch=st.integers(-1, 1000),
+                   kind=st.just("EIO"), text=TEXT)
 ARITHMETIC = st.fixed_dictionaries({
     "program": WHOLE, "inputs": WHOLE, "result": WHOLE, "is_exact": st.booleans(),
     "facts": st.dictionaries(st.sampled_from(["cpu", "torch"]), st.just("2"))
 })
 SECONDS = st.floats(0, 1e9)
-AT = st.builds(At,
-               phase=st.sampled_from(["load", "reduce"]),
-               what=TEXT,
-               for_s=SECONDS,
-               step=st.integers(-1, 2**40),
-               waits_s=SECONDS,
-               usual_s=SECONDS,
-               own_s=SECONDS,
-               steps=WHOLE,
-               unsent=st.lists(st.just("10.0.0.2"), max_size=2).map(tuple))
+AT = st.builds(At, phase=st.sampled_from(["load", "reduce"]), what=TEXT, for_s=SECONDS,
+               step=st.integers(-1, 2**40), waits_s=SECONDS, usual_s=SECONDS, own_s=SECONDS,
+               steps=WHOLE, unsent=st.lists(st.just("10.0.0.2"), max_size=2).map(tuple))
 HEARTBEATS = st.builds(Heartbeat,
                        count=WHOLE,
                        worker=NAME,
@@ -59,29 +49,17 @@ HEARTBEATS = st.builds(Heartbeat,
                        time=st.none() | st.floats(0, 4e9),
                        hold_s=st.floats(0, 10),
                        seen=st.just("") | st.just("0123456789abcdef"))
-SEATS = st.builds(RankAssignment,
-                  generation=WHOLE,
-                  rank=WHOLE,
-                  size=WHOLE,
-                  local_rank=WHOLE,
-                  local_size=WHOLE,
-                  address=st.just("10.0.0.1"),
-                  port=PORT,
-                  at_once=st.booleans())
-NEWS = st.builds(News,
-                 version=TEXT,
-                 place=st.none() | SEATS,
+SEATS = st.builds(RankAssignment, generation=WHOLE, rank=WHOLE, size=WHOLE,
+                  local_rank=WHOLE, local_size=WHOLE, address=st.just("10.0.0.1"),
+                  port=PORT, at_once=st.booleans())
+NEWS = st.builds(News, version=TEXT, place=st.none() | SEATS,
                  notice=st.sampled_from(["", "join", "leave", "death"]),
-                 unwanted=st.booleans(),
-                 dead=st.lists(WHOLE, max_size=4).map(tuple),
-                 offer=WHOLE,
-                 reach=st.dictionaries(NAME, st.tuples(st.just("10.0.0.1"), PORT), max_size=3),
-                 leave=st.booleans(),
-                 evicted=st.booleans(),
-                 finished=st.booleans(),
-                 writes=st.booleans(),
-                 over=st.sampled_from(["", "failed", "user_error"]),
-                 detail=TEXT)
+                 unwanted=st.booleans(), dead=st.lists(WHOLE, max_size=4).map(tuple),
+                 offer=WHOLE, reach=st.dictionaries(NAME,
+                                                    st.tuples(st.just("10.0.0.1"), PORT),
+                                                    max_size=3), leave=st.booleans(),
+                 evicted=st.booleans(), finished=st.booleans(), writes=st.booleans(),
+                 over=st.sampled_from(["", "failed", "user_error"]), detail=TEXT)
 
 
 def through_json(message: dict[str, Any]) -> dict[str, Any]:
@@ -111,10 +89,8 @@ def test_an_error_arrives_also_with_the_name_of_a_file_that_is_no_utf_8() -> Non
 def test_the_driver_reads_a_heartbeat_of_version_0_1() -> None:
     """What its workers leave out has a default: no error, no arithmetic, tried no peer in vain."""
     message = {"worker": "a/0/1", "count": 1, "phase": "training", "generation": 2}
-    assert Heartbeat.from_dict(message) == Heartbeat(worker="a/0/1",
-                                                    count=1,
-                                                    phase="training",
-                                                    generation=2)
+    assert Heartbeat.from_dict(message) == Heartbeat(worker="a/0/1", count=1,
+                                                     phase="training", generation=2)
     assert Heartbeat.from_dict(message).unreachable == ()
     assert Heartbeat.from_dict(
         message | {"unreachable": None, "of_a_later_version": 1}).unreachable is None
@@ -123,19 +99,15 @@ def test_the_driver_reads_a_heartbeat_of_version_0_1() -> None:
 def test_a_worker_reads_an_answer_of_version_0_1() -> None:
     """The driver sends a place as an object, peers as pairs, and what is not the case not at
     all."""
-    place = {
-        "generation": 3, "rank": 1, "size": 2, "local_rank": 0, "local_size": 1,
-        "address": "10.0.0.1", "port": 4711, "at_once": True
-    }
-    message = {
-        "place": place, "notice": "", "unwanted": False, "dead": [0], "reach": {}, "version": "x"
-    }
+    place = {"generation": 3, "rank": 1, "size": 2, "local_rank": 0, "local_size": 1,
+             "address": "10.0.0.1", "port": 4711, "at_once": True}
+    message = {"place": place, "notice": "", "unwanted": False, "dead": [0], "reach": {},
+               "version": "x"}
     assert News.from_dict(message) == News(version="x", dead=(0,), place=RankAssignment(
         generation=3, rank=1, size=2, address="10.0.0.1", port=4711, at_once=True))
     assert News.from_dict({"offer": 7, "reach": {"b/0/2": ["10.0.0.2", 9]},
-                            "version": "y"}) == News(version="y",
-                                                     offer=7,
-                                                     reach={"b/0/2": ("10.0.0.2", 9)})
+                           "version": "y"}) == News(version="y", offer=7,
+                                                    reach={"b/0/2": ("10.0.0.2", 9)})
     assert News.from_dict({"over": "failed", "detail": "x", "writes": True,
                             "version": "z"}).over == "failed"
 

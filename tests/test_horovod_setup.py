@@ -81,14 +81,10 @@ Patch = Callable[..., Path]
 
 def test_a_patch_changes_the_lines_that_it_names(sources: Path, patch: Patch) -> None:
     """All hunks of all files; a later patch sees what an earlier one has made."""
-    second = (
-        PATCH.partition("@@ -19")[0]
-        .replace("line 4", "line four")
-        .replace("+line four\n+and a", "+a")
-    )
-    second = second.replace("-line four", "-line four\n-and a half").replace(
-        "-3,3 +3,4", "-3,4 +3,3"
-    )
+    second = (PATCH.partition("@@ -19")[0].replace("line 4",
+                                                   "line four").replace("+line four\n+and a", "+a"))
+    second = second.replace("-line four",
+                            "-line four\n-and a half").replace("-3,3 +3,4", "-3,4 +3,3")
     apply_patches(sources, [patch(PATCH), patch(second, "02-test.patch")])
     wanted = TEXT.replace("line 4\n", "a half\n").replace("line 20\n", "")
     assert (sources / "some/file.cc").read_text() == wanted
@@ -118,9 +114,8 @@ def test_a_patch_is_refused_when_it_does_not_fit_exactly(
 
 def test_nothing_is_written_when_the_last_patch_is_refused(sources: Path, patch: Patch) -> None:
     """Neither what earlier patches have made."""
-    with pytest.raises(
-        PatchRefused, match="02-test.patch does not apply: there is no some/other.cc"
-    ):
+    with pytest.raises(PatchRefused,
+                       match="02-test.patch does not apply: there is no some/other.cc"):
         apply_patches(
             sources, [patch(PATCH), patch(PATCH.replace("file.cc", "other.cc"), "02-test.patch")]
         )
@@ -227,10 +222,8 @@ def test_a_kept_wheel_is_for_one_torch_one_python_and_one_kind_of_gpu() -> None:
     assert target.python_and_libc().startswith(
         f"cpython-3{sys.version_info[1]}-{sysconfig.get_platform()}-"
     )
-    others = [
-        Target(Torch("2.12.0+cpu", None), "gloo", None),
-        Target(Torch("2.13.0+cpu", None), "nccl", None),
-    ]
+    others = [Target(Torch("2.12.0+cpu", None), "gloo", None),
+              Target(Torch("2.13.0+cpu", None), "nccl", None)]
     assert len({one.name, *(other.name for other in others)}) == 3
 
 
@@ -262,12 +255,9 @@ def test_the_set_up_runs_before_anything_is_installed() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            found |= {
-                (path.stem, name)
-                for name in names
-                if name.split(".")[0] not in sys.stdlib_module_names
-                and not name.startswith(("elastic_trainer.setup", "elastic_trainer.host"))
-            }
+            found |= {(path.stem, name) for name in names
+                      if name.split(".")[0] not in sys.stdlib_module_names
+                      and not name.startswith(("elastic_trainer.setup", "elastic_trainer.host"))}
     assert found == {("required", "elastic_trainer.config")}
 
 
@@ -347,9 +337,8 @@ def test_a_run_is_refused_when_horovod_was_built_for_another_torch(
 # --- two calls -----------------------------------------------------------------------------------
 
 
-def test_a_second_call_waits_for_the_first(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_call_waits_for_the_first(tmp_path: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
     """And says so."""
     order = list[str]()
 
@@ -399,11 +388,8 @@ def venv(tmp_path: Path) -> Path:
 
 
 def changed_at(folder: Path) -> dict[Path, int]:
-    return {
-        path: path.lstat().st_mtime_ns
-        for path in [folder, *folder.rglob("*")]
-        if "__pycache__" not in path.parts
-    }
+    return {path: path.lstat().st_mtime_ns for path in [folder, *folder.rglob("*")]
+            if "__pycache__" not in path.parts}
 
 
 @pytest.mark.usefixtures("turn")
@@ -413,11 +399,8 @@ def test_the_wheel_trains_in_an_environment_of_the_users_own(
     """`pip install` of our wheel, `elastic-trainer setup`, and the demo. Before the set-up each
     start names the command, and --check prints what it would do. A second set-up does nothing.
     """
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTHON", "ELASTIC_", "HOROVOD_"))
-    }
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith(("PYTHON", "ELASTIC_", "HOROVOD_"))}
     env |= {
         "PATH": f"{venv / 'bin'}:{env['PATH']}",
         "VIRTUAL_ENV": str(venv),
@@ -425,9 +408,8 @@ def test_the_wheel_trains_in_an_environment_of_the_users_own(
     }
 
     def call(*words: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            words, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=timeout_s
-        )
+        return subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True,
+                              timeout=timeout_s)
 
     installed = call("python", "-m", "pip", "install", "--no-index", wheel)
     assert installed.returncode == 0, installed.stderr
@@ -498,12 +480,8 @@ def test_a_wheel_that_cannot_be_loaded_does_not_stay_installed(
         "assert installed_horovod() is None"
     )
     env = os.environ | {"PYTHONPATH": str(SETUP.parent.parent)}
-    done = subprocess.run(
-        [venv / "bin/python", "-c", code, file, tmp_path / "log"],
-        env=env,
-        capture_output=True,
-        text=True,
-    )
+    done = subprocess.run([venv / "bin/python", "-c", code, file, tmp_path / "log"],
+                          env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "cannot be loaded, so it was removed again" in done.stdout, (
         done.stderr
     )

@@ -47,11 +47,8 @@ def written(run_dir: Path, store: Path) -> dict[str, int]:
     objects = FolderStore(store)
     CommitLog(objects).begin_lineage()
     objects.put("parts/000000000001-000000000001/a.bin", b"x")
-    return {
-        str(path): stat.S_IMODE(path.lstat().st_mode)
-        for top in (run_dir, store)
-        for path in (top, *top.rglob("*"))
-    }
+    return {str(path): stat.S_IMODE(path.lstat().st_mode) for top in (run_dir, store)
+            for path in (top, *top.rglob("*"))}
 
 
 @pytest.mark.parametrize("store", ["run/checkpoints", "elsewhere/run"])
@@ -73,11 +70,8 @@ def test_a_group_is_asked_in_by_its_folder(tmp_path: Path, umask: int, store: st
         (tmp_path / name).mkdir()
         (tmp_path / name).chmod(0o2770)
     modes = written(tmp_path / "runs" / "run", tmp_path / store)
-    wrong = {
-        path: oct(mode)
-        for path, mode in modes.items()
-        if mode != (0o2770 if os.path.isdir(path) else 0o660)
-    }
+    wrong = {path: oct(mode) for path, mode in modes.items()
+             if mode != (0o2770 if os.path.isdir(path) else 0o660)}
     assert wrong == {}
 
 

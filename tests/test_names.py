@@ -42,11 +42,8 @@ def said_by_the_script(folder: Path, path: Path | None = None) -> Path:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if path:
         env["PYTHONPATH"] = str(path)
-    done = subprocess.run([sys.executable, folder / "my_train.py"],
-                          env=env,
-                          cwd=folder,
-                          capture_output=True,
-                          text=True)
+    done = subprocess.run([sys.executable, folder / "my_train.py"], env=env,
+                          cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip())
 
@@ -83,12 +80,10 @@ def test_the_wheel_installs_one_top_level_package(wheel: Path) -> None:
 
 def test_the_links_are_links_in_git() -> None:
     """Relative ones: a clone has them, and so has what push.sh and the Dockerfile copy."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--stage", *(f"elastic_trainer/{name}" for name in LINKS)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True).stdout.splitlines()
+    listed = subprocess.run(["git", "ls-files", "--stage",
+                             *(f"elastic_trainer/{name}" for name in LINKS)],
+                            cwd=ROOT, capture_output=True, text=True,
+                            check=True).stdout.splitlines()
     assert [line.split()[0] for line in listed] == ["120000", "120000"]
     assert [os.readlink(ROOT / "elastic_trainer" / name)
             for name in LINKS] == [f"../{name}" for name in LINKS]
@@ -98,10 +93,8 @@ def test_the_links_are_links_in_git() -> None:
 def test_the_bare_name_is_refused(name: str) -> None:
     """From the clone's folder it could be found: each class would then exist twice, unequal to
     itself."""
-    done = subprocess.run([sys.executable, "-c", f"import {name}"],
-                          cwd=ROOT,
-                          capture_output=True,
-                          text=True)
+    done = subprocess.run([sys.executable, "-c", f"import {name}"], cwd=ROOT,
+                          capture_output=True, text=True)
     assert done.returncode == 1 and f"Import it as elastic_trainer.{name}." in done.stderr
 
 
@@ -113,11 +106,8 @@ def test_mypy_sees_across_the_links(tmp_path: Path) -> None:
     wrong.write_text("from elastic_trainer.state.layout import tensors_digest\n"
                      "from elastic_trainer.discovery.agent import AGENT_NAME_THAT_IS_NOT_THERE\n\n"
                      "number: int = tensors_digest(b'')\n")
-    done = subprocess.run([
-        sys.executable, "-m", "mypy", "--config-file", ROOT / "pyproject.toml", wrong
-    ],
-                          cwd=ROOT,
-                          capture_output=True,
+    done = subprocess.run([sys.executable, "-m", "mypy", "--config-file",
+                           ROOT / "pyproject.toml", wrong], cwd=ROOT, capture_output=True,
                           text=True)
     assert done.returncode == 1, done.stdout
     assert ('Incompatible types in assignment (expression has type "str", variable has type "int")'

@@ -22,12 +22,9 @@ open(sys.argv[1], "w").write("went on")
 def test_a_worker_goes_on_when_no_process_reads_its_output(tmp_path: Path) -> None:
     """Both pipes break between two prints, as when the driver is killed; the third line of work is
     done all the same."""
-    worker = subprocess.Popen(
-        [sys.executable, "-c", SPEAKS_ON, str(tmp_path / "done")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True)
+    worker = subprocess.Popen([sys.executable, "-c", SPEAKS_ON, str(tmp_path / "done")],
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              stderr=subprocess.PIPE, text=True)
     assert worker.stdin and worker.stdout and worker.stderr
     assert worker.stdout.readline() == "first\n"
     worker.stdout.close()
@@ -42,10 +39,8 @@ def test_a_process_goes_on_when_its_output_s_disk_is_full() -> None:
     code = "from elastic_trainer.host.output import outlive_readers\n" \
            "outlive_readers()\nfor i in range(9999): print(i)\nexit(3)"
     with open("/dev/full", "w") as full:
-        done = subprocess.run([sys.executable, "-c", code],
-                              stdout=full,
-                              stderr=subprocess.PIPE,
-                              text=True)
+        done = subprocess.run([sys.executable, "-c", code], stdout=full,
+                              stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (3, "")
 
 
@@ -69,10 +64,7 @@ for thread in threads: thread.join()
 
 def test_lines_of_different_workers_stay_lines() -> None:
     """However many of them speak at once."""
-    done = subprocess.run([sys.executable, "-c", MANY_WORKERS],
-                          capture_output=True,
-                          text=True,
-                          check=True)
-    assert sorted(done.stdout.splitlines()) == [
-        f"[host-{n}]<stdout>: a line" for n in range(4) for _ in range(500)
-    ]
+    done = subprocess.run([sys.executable, "-c", MANY_WORKERS], capture_output=True,
+                          text=True, check=True)
+    assert sorted(done.stdout.splitlines()) == [f"[host-{n}]<stdout>: a line" for n in range(4)
+                                                for _ in range(500)]

@@ -65,8 +65,7 @@ def test_imports_point_down() -> None:
                           ("training/loop.py", "elastic_trainer.views.page")])
 def test_an_import_that_points_up_is_found(tmp_path: Path, module: str, imports: str) -> None:
     """In a function, too, and through the links."""
-    shutil.copytree(CODE / "elastic_trainer",
-                    tmp_path / "elastic_trainer",
+    shutil.copytree(CODE / "elastic_trainer", tmp_path / "elastic_trainer",
                     ignore=shutil.ignore_patterns("__pycache__"))
     with open(tmp_path / "elastic_trainer" / module, "a") as file:
         file.write(f"\n\ndef up() -> None:\n    import {imports}\n")
@@ -82,11 +81,8 @@ def test_no_module_class_or_function_is_too_large() -> None:
 def test_nothing_imports_a_linked_package_by_its_bare_name() -> None:
     """`state` and `discovery` may be the user's own; ours have one name each, here and in tests and
     benches."""
-    files = [
-        *MODULES,
-        *(path
-          for path in our_files() if path.suffix == ".py" and path.is_relative_to(ROOT / "tests"))
-    ]
+    files = [*MODULES, *(path for path in our_files() if path.suffix == ".py"
+                         and path.is_relative_to(ROOT / "tests"))]
     assert [
         f"{path} imports {name}" for path in files
         for name in imported_by(path, ROOT if ROOT in path.parents else CODE)
@@ -109,10 +105,8 @@ def test_nothing_is_pickled_in_the_packages() -> None:
     """Neither by name nor through torch or Horovod, whose savers and object collectives pickle
     (F10)."""
     modules = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
-    calls = {
-        "torch.load", "torch.save", "hvd.broadcast_object", "hvd.allgather_object", "numpy.load",
-        "np.load"
-    }
+    calls = {"torch.load", "torch.save", "hvd.broadcast_object",
+             "hvd.allgather_object", "numpy.load", "np.load"}
     found = [f"{path} imports {name}" for path in MODULES for name in imported_by(path, CODE)
              if modules & set(name.split("."))]
     found += [f"{path} calls {ast.unparse(node.func)}" for path in MODULES
@@ -142,15 +136,10 @@ print([t.name for t in threading.enumerate() if t is not threading.main_thread()
 
 def test_nothing_starts_when_all_modules_are_imported(tmp_path: Path) -> None:
     """No thread, socket, process, signal handler, variable or file is made, and no output."""
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(CODE), *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"
-    }
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *NAMES],
-                          env=env,
-                          cwd=tmp_path,
-                          capture_output=True,
-                          text=True,
-                          timeout=120)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE),
+                                                       *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *NAMES], env=env,
+                          cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "[] [] [] True True\n"), done.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -179,19 +168,14 @@ def test_the_name_is_ours_alone_when_the_project_is_installed() -> None:
 def our_files() -> list[Path]:
     """Return the files that git tracks or would track; without git, all that are not made by a
     tool."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-                            cwd=ROOT,
-                            capture_output=True)
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others",
+                             "--exclude-standard"], cwd=ROOT, capture_output=True)
     if listed.returncode == 0:
-        return [
-            path for name in listed.stdout.decode().split("\0")
-            if name and (path := ROOT / name).is_file()
-        ]
-    return [
-        path for path in ROOT.rglob("*")
-        if path.is_file() and not any(part in NOT_OURS or part.endswith(("_cache", ".egg-info"))
-                                      for part in path.parts)
-    ]
+        return [path for name in listed.stdout.decode().split("\0") if name
+                and (path := ROOT / name).is_file()]
+    return [path for path in ROOT.rglob("*") if path.is_file()
+            and not any(part in NOT_OURS or part.endswith(("_cache", ".egg-info"))
+                        for part in path.parts)]
 
 
 WIDEST = 100
@@ -250,9 +234,7 @@ def test_each_bench_finds_what_it_imports() -> None:
     benches = sorted((ROOT / "tests" / "bench").glob("*.py"))
     assert "discovery" in [path.stem for path in benches]
     with ThreadPoolExecutor(2) as pool:
-        done = pool.map(
-            lambda path: subprocess.run([sys.executable, "-c", AS_SCRIPT, path.parent, path],
-                                        cwd=ROOT,
-                                        capture_output=True,
-                                        text=True), benches)
+        done = pool.map(lambda path: subprocess.run([sys.executable, "-c", AS_SCRIPT,
+                                                     path.parent, path], cwd=ROOT,
+                                                    capture_output=True, text=True), benches)
         assert [one.stderr for one in done if one.returncode] == []

@@ -26,10 +26,8 @@ def asked_of_install(then: str, env: dict[str, str]) -> subprocess.CompletedProc
     head = INSTALL.read_text().partition("\nif is_installed; then exit 0; fi\n")[0]
     assert "fingerprint()" in head and "pip" not in head.partition("set -euo pipefail")[2]
     script = head.replace('root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)', f"root='{ROOT}'")
-    return subprocess.run(["bash", "-c", f"{script}\n{then}"],
-                          env=os.environ | env,
-                          capture_output=True,
-                          text=True)
+    return subprocess.run(["bash", "-c", f"{script}\n{then}"], env=os.environ | env,
+                          capture_output=True, text=True)
 
 
 def install(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -44,10 +42,8 @@ def installed(tmp_path: Path) -> dict[str, str]:
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to("/bin/false")
     (venv / "pyvenv.cfg").write_text("version = 3.11.7\n")
-    env = {
-        "ELASTIC_TRAINER_VENV": str(venv), "PYTHON": "/nowhere/python3",
-        "XDG_CACHE_HOME": str(tmp_path / "cache")
-    }
+    env = {"ELASTIC_TRAINER_VENV": str(venv), "PYTHON": "/nowhere/python3",
+           "XDG_CACHE_HOME": str(tmp_path / "cache")}
     stamp = asked_of_install("fingerprint", env)
     (venv / ".installed-examples,web,dev"
      ).write_text(f"{stamp.stdout}{os.environ.get('TORCH_SPEC', 'torch==2.13.0')}\n")
@@ -111,18 +107,11 @@ def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is
             f"{sys.prefix} is not what deploy/install.sh makes of this folder (tests/run sees to "
             f"it)"
         )
-    command = [
-        str(ROOT / "horovodrun_elastic.sh"), "demo", "--steps", "40", "--standby", "0",
-        "--runs-dir",
-        str(tmp_path)
-    ]
+    command = [str(ROOT / "horovodrun_elastic.sh"), "demo", "--steps", "40", "--standby",
+               "0", "--runs-dir", str(tmp_path)]
     shown, killed = list[str](), 0
-    with subprocess.Popen([*command, "--run", "small"],
-                          env=os.environ | env,
-                          cwd=tmp_path,
-                          stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT,
-                          text=True) as demo:
+    with subprocess.Popen([*command, "--run", "small"], env=os.environ | env, cwd=tmp_path,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
         assert demo.stdout
         deadline = threading.Timer(300, demo.terminate)
         deadline.start()
@@ -133,13 +122,8 @@ def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is
                 subprocess.run(["sh", "-c", tried[1]], check=True)
         deadline.cancel()
     assert demo.returncode == 0 and killed, shown
-    alone = subprocess.run([*command, "--run", "alone", "--workers", "1"],
-                           env=os.environ | env,
-                           cwd=tmp_path,
-                           capture_output=True,
-                           text=True,
-                           timeout=300,
-                           check=True)
+    alone = subprocess.run([*command, "--run", "alone", "--workers", "1"], env=os.environ | env,
+                           cwd=tmp_path, capture_output=True, text=True, timeout=300, check=True)
     assert shown[-1] == alone.stdout.splitlines()[-1]
     result = json.loads((tmp_path / "small" / "result.json").read_text())
     assert shown[-1] == f"weights {result['weights_sha256']}"
@@ -148,7 +132,5 @@ def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is
             if e["event"] == "driver.worker_gone"]
     assert [one for one in gone if one[1] != 0] == [(killed, -9)]
     proof = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", "small"],
-                           cwd=tmp_path,
-                           capture_output=True,
-                           text=True)
+                           cwd=tmp_path, capture_output=True, text=True)
     assert proof.returncode == 0 and "in 40 of 40 steps" in proof.stdout, proof.stdout

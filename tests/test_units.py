@@ -23,13 +23,10 @@ from terraform import units_in_user_data
 ROOT = Path(__file__).resolve().parent.parent
 THERE = "/opt/elastic-trainer"
 KEPT = "/var/lib/elastic-trainer"
-SETTINGS = {
-    "AWS_REGION": "us-east-1", "BUCKET": "b", "FLEET": "mine", "GROUP": "mine-workers",
-    "ROLE": "coordinator", "ROLE_ID": "AROA1", "WORKERS_ROLE_ID": "AROA2", "SLOTS": "2", "NP": "4",
-    "MIN_NP": "1"
-}
-TO_DIARY = re.compile(
-    r"trainer s3 cp --only-show-errors --recursive /tmp/\S+ s3://b/mine/diary/\n")
+SETTINGS = {"AWS_REGION": "us-east-1", "BUCKET": "b", "FLEET": "mine",
+            "GROUP": "mine-workers", "ROLE": "coordinator", "ROLE_ID": "AROA1",
+            "WORKERS_ROLE_ID": "AROA2", "SLOTS": "2", "NP": "4", "MIN_NP": "1"}
+TO_DIARY = re.compile(r"trainer s3 cp --only-show-errors --recursive /tmp/\S+ s3://b/mine/diary/\n")
 EMPTIED = ("autoscaling set-desired-capacity --auto-scaling-group-name mine-workers "
            "--desired-capacity 0")
 CALLED = f"""#!/bin/bash
@@ -234,10 +231,8 @@ def test_the_agent_runs_as_trainer_and_comes_back_when_it_is_killed(machine: Boo
     machine.wait_for("answer", says)
     (pid,) = machine.shows("elastic-agent", "MainPID")
     assert machine.run("ps", "-o", "user=", "-p", pid).stdout.strip() == "trainer"
-    limits = {
-        line[:26].strip(): line.split()[3]
-        for line in machine.read(f"/proc/{pid}/limits").splitlines()[1:]
-    }
+    limits = {line[:26].strip(): line.split()[3]
+              for line in machine.read(f"/proc/{pid}/limits").splitlines()[1:]}
     assert limits["Max open files"] in allowed(1048576, resource.RLIMIT_NOFILE)
     assert limits["Max locked memory"] in allowed("unlimited", resource.RLIMIT_MEMLOCK)
     machine.run("kill", "-KILL", pid)
@@ -301,8 +296,7 @@ def test_a_boot_that_hangs_is_ended_and_reported(machine: Booted) -> None:
     assert "This try has failed (exit code 143)" in machine.read(f"{KEPT}/said.before")
 
 
-def test_the_units_logs_are_copied_to_the_bucket_and_once_more_at_shutdown(
-        machine: Booted) -> None:
+def test_the_units_logs_are_copied_to_the_bucket_and_once_more_at_shutdown(machine: Booted) -> None:
     """As trainer, from the real journal; when the machine goes down, after the run has ended."""
     machine.write("/var/lib/cloud/data/instance-id", "i-0aaaaaaaaaaaaaaaa\n")
     take = f'case "$*" in *txt.gz) gzip -d >{KEPT}/log.new; mv {KEPT}/log.new {KEPT}/log ;; esac\n'

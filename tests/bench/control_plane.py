@@ -42,8 +42,7 @@ START_S = 240.0
 BARS = {64: 0.05, 512: 0.35}
 LATE_S = 0.25
 AT = {"phase": "forward", "what": "micro-batch 17, 64 samples from 123456", "for_s": 0.05,
-      "step": 1000,
-      "waits_s": 0.0, "usual_s": 0.2, "own_s": 0.02, "steps": 900}
+      "step": 1000, "waits_s": 0.0, "usual_s": 0.2, "own_s": 0.02, "steps": 900}
 
 
 class Simulated:
@@ -53,10 +52,9 @@ class Simulated:
         self.host, _, port = driver.rpartition(":")
         self.port, self.key, self.name, self.count = int(port), bytes.fromhex(key), name, 0
         self.session = Session()
-        self.message: dict[str, Any] = {
-            "phase": "standby", "generation": 0, "accepted": 0, "holds_state": False,
-            "drains": False, "step": 0, "probe_port": 1, "unreachable": []
-        }
+        self.message: dict[str, Any] = {"phase": "standby", "generation": 0,
+                                        "accepted": 0, "holds_state": False, "drains": False,
+                                        "step": 0, "probe_port": 1, "unreachable": []}
         self.trains = asyncio.Event()
         self.lateness_s: list[float] = []
 
@@ -68,10 +66,8 @@ class Simulated:
     async def ask(self, seen: str) -> dict[str, Any]:
         """Send a message and return the driver's answer."""
         self.count += 1
-        request = {
-            "worker": self.name, "count": self.count, "pid": 1, "time": time.time(),
-            **self.message, "hold_s": 0.25, "seen": seen
-        }
+        request = {"worker": self.name, "count": self.count, "pid": 1, "time": time.time(),
+                   **self.message, "hold_s": 0.25, "seen": seen}
         body, nonce = json.dumps(request).encode(), self.session.nonce()
         signature = seal(self.key, Kind.REQUEST, self.name.encode(), nonce.encode(), body)
         self.writer.write((
@@ -81,9 +77,8 @@ class Simulated:
             f"{SIGNATURE}: {signature}\r\n\r\n").encode() + body)
         head = (await self.reader.readuntil(b"\r\n\r\n")).decode()
         assert " 200 " in head.splitlines()[0], head
-        length = next(
-            int(line.split(":")[1]) for line in head.splitlines()
-            if line.lower().startswith("content-length"))
+        length = next(int(line.split(":")[1]) for line in head.splitlines()
+                      if line.lower().startswith("content-length"))
         return dict(json.loads(await self.reader.readexactly(length)))
 
     async def live(self, hold_s: float) -> None:
@@ -97,10 +92,8 @@ class Simulated:
                 self.lateness_s.append(time.monotonic() - asked_at - hold_s)
             seen = news["version"]
             if place := news.get("place"):
-                self.message |= {
-                    "phase": "training", "generation": place["generation"], "accepted": 0,
-                    "holds_state": True, "at": AT
-                }
+                self.message |= {"phase": "training", "generation": place["generation"],
+                                 "accepted": 0, "holds_state": True, "at": AT}
                 self.trains.set()
             else:
                 self.message["accepted"] = news.get("offer", 0)

@@ -194,9 +194,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     named = sum(one["named"] for one in found)
     verdict_s = max((one["beyond_s"] for one in found), default=None)
     return {"named": named, "of": len(found), "verdict_s": verdict_s, **undisturbed,
-            "quiet_min": options.quiet_min,
-            "met": named == len(found) and (verdict_s or 0.0) <= BEYOND_S
-            and not undisturbed["false"]}
+            "quiet_min": options.quiet_min, "met": named == len(found)
+            and (verdict_s or 0.0) <= BEYOND_S and not undisturbed["false"]}
 
 
 if __name__ == "__main__":

@@ -65,9 +65,8 @@ def peer(folder: Path) -> float:
         job.wait_for_step(8, 180)
         joined_at = time.time()
         job.set_hosts(HOSTS)
-        with_five = job.wait(lambda: sorted(
-            line.time for line in job.lines()
-            if line.size == 5 and line.rank == 0)[STEPS_AFTER - 1:], PEER_DEADLINE_S)
+        with_five = job.wait(lambda: sorted(line.time for line in job.lines() if line.size == 5
+                                            and line.rank == 0)[STEPS_AFTER - 1:], PEER_DEADLINE_S)
         times = sorted(line.time for line in job.lines() if line.rank == 0)
         return bench.longest_pause(times, joined_at, with_five[0]) if with_five else math.inf
 

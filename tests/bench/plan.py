@@ -157,8 +157,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     run = replay(runs, f"played-{options.seed}",
                  rows_of(storm, HOSTS) if options.as_is else spaced(storm), options)
     load = os.getloadavg()
-    found = compare(run, forecast(run, costs, options.checkpoint_every,
-                                  read_run(run)[1]["wall_s"]))
+    found = compare(run, forecast(run, costs, options.checkpoint_every, read_run(run)[1]["wall_s"]))
     if options.keep:
         keep(options.keep, costs, run)
     return {"seed": options.seed, "zero": options.zero, "as_is": options.as_is, **found,

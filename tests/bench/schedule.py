@@ -98,7 +98,6 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         print(json.dumps({"ours": ours, "peer": peer}[sys.argv[1]]()))
     else:
-        sizes = {
-            "ours_samples": OURS_SAMPLES, "peer_samples": PEER_SAMPLES, "global_batch": GLOBAL_BATCH
-        }
+        sizes = {"ours_samples": OURS_SAMPLES, "peer_samples": PEER_SAMPLES,
+                 "global_batch": GLOBAL_BATCH}
         print(json.dumps(in_fresh_process("ours") | in_fresh_process("peer") | sizes))

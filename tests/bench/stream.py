@@ -79,8 +79,7 @@ def measured(folder: Path, peer: str, samples: int, rounds: int) -> dict[str, An
             print(f"round {number}, {arm}: {[round(samples / one) for one in seconds]} samples/s "
                   f"by epoch", flush=True)
         for arm in ("ours", "streaming"):
-            resumed = ran(arms[arm], f"resume_{arm}", folder, folder / "cache",
-                          samples)["resume_s"]
+            resumed = ran(arms[arm], f"resume_{arm}", folder, folder / "cache", samples)["resume_s"]
             found.setdefault(f"resume_{arm}", []).append(resumed)
             print(f"round {number}, {arm}: resumed in {resumed:.2f} s", flush=True)
         seconds = ran(sys.executable, "ours_uncached", folder, folder / "cache",

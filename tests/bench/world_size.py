@@ -66,9 +66,8 @@ def measured(size: int, folder: Path) -> dict[str, Any]:
         result = {"form_s": formed - ready, "kill_to_step_s": went_on_s, "join_pause_s": pause_s,
                   "revived": len(cluster.events("worker.revives")), "lost": len(lost),
                   "step_s": statistics.median(gaps) if gaps else float("nan")}
-        print(f"{size} workers: " + ", ".join(f"{name} {value:.2f}"
-                                              for name, value in result.items()),
-              flush=True)
+        print(f"{size} workers: " + ", ".join(f"{name} {value:.2f}" for name,
+                                              value in result.items()), flush=True)
         return result
 
 

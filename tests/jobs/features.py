@@ -43,8 +43,7 @@ parser.add_argument("--step-s",
                     help="each sample batch takes so long to read, at least, "
                     "until there is a file named hurry in the test's folder; from 0.05 s on the "
                     "last 10 steps wait for it")
-parser.add_argument("--plain",
-                    action="store_true",
+parser.add_argument("--plain", action="store_true",
                     help="train without elastic-trainer, each batch in one piece")
 options = parser.parse_args()
 if injector:
@@ -152,14 +151,11 @@ torch.manual_seed(1)
 torch.set_num_threads(1)
 model, counter = Net(), Counter()
 last = [*model.last.parameters()]
-others = [
-    parameter for parameter in model.parameters() if all(parameter is not one for one in last)
-]
+others = [parameter for parameter in model.parameters()
+          if all(parameter is not one for one in last)]
 optimizer = torch.optim.AdamW([{"params": others}, {"params": last, "lr": torch.tensor(2e-2)}],
-                              lr=torch.tensor(1e-2),
-                              weight_decay=0.1)
-scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer,
-                                                max_lr=[1e-2, 2e-2],
+                              lr=torch.tensor(1e-2), weight_decay=0.1)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-2],
                                                 total_steps=options.steps + 1)
 model.first.requires_grad_(False)
 
@@ -194,12 +190,8 @@ def complain(event: str, facts: dict[str, Any]) -> None:
 def train_plainly() -> None:
     """Train as a script without this library does, on the same batches."""
     samples = Samples()
-    schedule = Schedule(dataset_size=SIZE,
-                        global_batch=BATCH,
-                        microbatches=1,
-                        epochs=1000,
-                        seed=SEED,
-                        max_steps=options.steps)
+    schedule = Schedule(dataset_size=SIZE, global_batch=BATCH, microbatches=1, epochs=1000,
+                        seed=SEED, max_steps=options.steps)
     for step in range(options.steps):
         batch = collate(samples.__getitems__(schedule.microbatch_samples(step, 0).tolist()))
         seed_everything(schedule.microbatch_seed(step, 0))
@@ -227,22 +219,11 @@ def parameters_sha256() -> str:
 if options.plain:
     train_plainly()
 else:
-    result = train(model,
-                   optimizer,
-                   Samples(),
-                   loss=loss,
-                   global_batch=BATCH,
-                   microbatches=options.microbatches,
-                   until=f"{options.steps} steps",
-                   seed=SEED,
-                   state={"counter": counter},
-                   after_step=after_step,
-                   collate=collate,
-                   lr=scheduler,
-                   clip_norm=1.0,
-                   on_nan="skip",
-                   buffers={"turn": "mean"},
-                   checkpoint_every=20,
+    result = train(model, optimizer, Samples(), loss=loss, global_batch=BATCH,
+                   microbatches=options.microbatches, until=f"{options.steps} steps",
+                   seed=SEED, state={"counter": counter}, after_step=after_step, collate=collate,
+                   lr=scheduler, clip_norm=1.0, on_nan="skip",
+                   buffers={"turn": "mean"}, checkpoint_every=20,
                    listeners=[*injected.listeners, complain])
     print("loss", result.loss)
     print("weights", result.weights_sha256)

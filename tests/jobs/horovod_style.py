@@ -56,9 +56,8 @@ me = f"{os.environ.get('HOROVOD_HOSTNAME')}/{os.getpid()}"
 
 def note(kind, **facts):
     with open(folder / "notes.jsonl", "a") as file:
-        file.write(
-            json.dumps({"kind": kind, "me": me, "rank": hvd.rank(), "size": hvd.size(), **facts}) +
-            "\n")
+        file.write(json.dumps({"kind": kind, "me": me, "rank": hvd.rank(), "size": hvd.size(),
+                               **facts}) + "\n")
 
 
 pending = []
@@ -132,9 +131,6 @@ weights = [round(float(p.detach().double().sum()), 12) for p in model.parameters
 bits = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
 import hashlib  # noqa: E402
 
-note("finished",
-     result=result,
-     weights=hashlib.sha256(bits).hexdigest(),
-     batch=state.batch,
-     local_rank=hvd.local_rank())
+note("finished", result=result, weights=hashlib.sha256(bits).hexdigest(),
+     batch=state.batch, local_rank=hvd.local_rank())
 print("finished", hvd.rank(), hvd.size(), weights[0])

@@ -31,15 +31,14 @@ model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64), t
 accuracy = torchmetrics.Accuracy(task="multiclass", num_classes=4)
 confusion = torchmetrics.ConfusionMatrix(task="multiclass", num_classes=4)
 loss = torchmetrics.MeanMetric()
-trainer = Trainer(
-    model, torch.optim.AdamW(model.parameters(), lr=3e-2), samples, global_batch=32, microbatches=8,
-    seed=3, until="400 steps", lr=cosine(warmup_steps=5, total_steps=400), checkpoint_every=25,
-    keep_last=1, best=keep_best("accuracy", mode="max", patience=3),
-    listeners=injected.listeners,
-    run_dir=None if injector else folder / "run",
-    loggers=[Csv(folder / "metrics.csv")] if not injector else [
-        Csv(folder / "metrics.csv"), TensorBoard(folder / "tensorboard"),
-        MLflow(str(folder / "mlruns")), WandB(offline=True, folder=folder)])
+trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=3e-2), samples,
+                  global_batch=32, microbatches=8, seed=3, until="400 steps",
+                  lr=cosine(warmup_steps=5, total_steps=400), checkpoint_every=25, keep_last=1,
+                  best=keep_best("accuracy", mode="max", patience=3),
+                  listeners=injected.listeners, run_dir=None if injector
+                  else folder / "run", loggers=[Csv(folder / "metrics.csv")] if not injector
+                  else [Csv(folder / "metrics.csv"), TensorBoard(folder / "tensorboard"),
+                        MLflow(str(folder / "mlruns")), WandB(offline=True, folder=folder)])
 for step in trainer:
     for x, y in step:
         step.backward(torch.nn.functional.cross_entropy(model(x), y))

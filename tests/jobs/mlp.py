@@ -40,8 +40,7 @@ parser.add_argument("--ends-slowly", action="store_true",
                     help="the interpreter takes a minute to end, unless the test says hurry")
 parser.add_argument("--odd-data",
                     help="the workers on this host, or on all, have the samples in another order")
-parser.add_argument("--iterator",
-                    action="store_true",
+parser.add_argument("--iterator", action="store_true",
                     help="train in a loop of the user's, and not by train()")
 parser.add_argument("--raise-at", help="host:step: the loop raises on this host after this step")
 parser.add_argument("--stop-at", help="host:step: this host asks to finish the run in this step")
@@ -142,9 +141,8 @@ if options.ends_slowly:
     atexit.register(linger, Path(os.environ["ELASTIC_TEST_FOLDER"]), 60.0)
 if injector:
     weight = model[0].weight
-    injector.tensors = {
-        "weight": lambda: weight, "moment": lambda: optimizer.state[weight]["exp_avg"]
-    }
+    injector.tensors = {"weight": lambda: weight,
+                        "moment": lambda: optimizer.state[weight]["exp_avg"]}
 is_odd = options.odd_host is not None and os.environ.get("HOROVOD_HOSTNAME") == options.odd_host
 
 
@@ -156,11 +154,9 @@ def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 loader = None if options.loader is None else Loader(workers=options.loader, timeout_s=5.0)
 held_out = dataset()
-given = {
-    "global_batch": 64, "microbatches": 8, "seed": 3, "clip_norm": 1.0,
-    "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
-    "loader": loader, "reduce": options.reduce, "listeners": injected.listeners
-}
+given = {"global_batch": 64, "microbatches": 8, "seed": 3, "clip_norm": 1.0,
+         "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
+         "loader": loader, "reduce": options.reduce, "listeners": injected.listeners}
 rate = cosine(warmup_steps=5, total_steps=options.steps)
 def is_here_and_now(place: str | None, step: int) -> bool:
     """True on the host, or in the slot, and in the step of a text like "127.0.0.3:12", "slot
@@ -202,13 +198,8 @@ if options.iterator:
     else:
         result = trainer.result
 else:
-    result = train(model,
-                   optimizer,
-                   dataset(),
-                   until=f"{options.steps} steps",
-                   loss=loss,
-                   lr=rate,
-                   **given)
+    result = train(model, optimizer, dataset(), until=f"{options.steps} steps", loss=loss,
+                   lr=rate, **given)
 if result:
     print("loss", result.loss)
     print("weights", result.weights_sha256)

@@ -70,13 +70,12 @@ torch.manual_seed(1)
 model = Net()
 scaler = (torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=8)
           if options.precision == "fp16" else None)
-trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), Samples(), global_batch=64,
-                  microbatches=8, until=f"{options.steps} steps", seed=3, clip_norm=1.0,
-                  scaler=scaler,
-                  precision=options.precision, compress=options.compress,
-                  predivide=8.0 if options.compress else 1.0,
-                  bucket_bytes=1 << 16 if options.compress else None, checkpoint_every=20,
-                  listeners=injected.listeners)
+trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), Samples(),
+                  global_batch=64, microbatches=8, until=f"{options.steps} steps", seed=3,
+                  clip_norm=1.0, scaler=scaler, precision=options.precision,
+                  compress=options.compress, predivide=8.0 if options.compress
+                  else 1.0, bucket_bytes=1 << 16 if options.compress else None,
+                  checkpoint_every=20, listeners=injected.listeners)
 for step in trainer:
     for x, y in step:
         step.backward(torch.nn.functional.cross_entropy(model(x), y))

@@ -70,11 +70,9 @@ def bare_copy(rank: int, size: int) -> Any:
 
     A share is whole parts, so shares may differ.
     """
-    tensors = [
-        tensor for parameter in model.parameters()
-        for tensor in (parameter.detach(),
-                       *(v for v in optimizer.state[parameter].values() if v.numel() > 1))
-    ]
+    tensors = [tensor for parameter in model.parameters()
+               for tensor in (parameter.detach(),
+                              *(v for v in optimizer.state[parameter].values() if v.numel() > 1))]
     total = sum(tensor.nbytes for tensor in tensors)
     wanted = sum(
         min(PART_BYTES, total - start)
@@ -188,14 +186,7 @@ copier: list[Any] = []
 model = Model()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 points = torch.randn(64, WIDTH)
-train(model,
-      optimizer,
-      torch.utils.data.TensorDataset(points),
-      loss=lambda m, batch: m(batch[0]).square().mean(),
-      global_batch=16,
-      microbatches=4,
-      until=f"{options.steps} steps",
-      checkpoint_every=options.every,
-      keep_last=1,
-      after_step=after_step,
-      listeners=[listen])
+train(model, optimizer, torch.utils.data.TensorDataset(points),
+      loss=lambda m, batch: m(batch[0]).square().mean(), global_batch=16, microbatches=4,
+      until=f"{options.steps} steps", checkpoint_every=options.every, keep_last=1,
+      after_step=after_step, listeners=[listen])

@@ -20,12 +20,6 @@ options = parser.parse_args()
 torch.manual_seed(0)
 model = build()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-train(model,
-      optimizer,
-      samples(),
-      loss=loss,
-      global_batch=64,
-      microbatches=4,
-      until=f"{options.steps} steps",
-      checkpoint_every=options.checkpoint_every,
+train(model, optimizer, samples(), loss=loss, global_batch=64, microbatches=4,
+      until=f"{options.steps} steps", checkpoint_every=options.checkpoint_every,
       reduce=options.reduce)

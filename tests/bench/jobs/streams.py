@@ -70,8 +70,7 @@ def reader_of(dataset: Any) -> tuple[Any, Any]:
     from elastic_trainer.schedule.schedule import Schedule
 
     schedule = Schedule(dataset_size=len(dataset), global_batch=BATCH, microbatches=1,
-                        epochs=EPOCHS,
-                        seed=0)
+                        epochs=EPOCHS, seed=0)
     return schedule, Reader(dataset, torch.utils.data.default_collate, MicrobatchRecipe(schedule),
                             Loader(workers=LOADERS, prefetch=4), torch.device("cpu"))
 

@@ -39,11 +39,6 @@ class Samples(torch.utils.data.Dataset):
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
-train(model,
-      torch.optim.SGD(model.parameters(), lr=1e-4),
-      Samples(),
-      global_batch=64,
-      microbatches=64,
-      until="1000000 steps",
-      checkpoint_every=10**9,
+train(model, torch.optim.SGD(model.parameters(), lr=1e-4), Samples(), global_batch=64,
+      microbatches=64, until="1000000 steps", checkpoint_every=10**9,
       loss=lambda model, batch: model(batch).square().mean())
