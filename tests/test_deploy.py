@@ -337,6 +337,16 @@ class Machine:
         return subprocess.run([self.root / "opt/elastic-trainer/deploy/hosts" / script, *arguments],
                               capture_output=True, text=True, env=self.env | env)
 
+    def done(self, script: str, **env: str) -> None:
+        """Run a script of the coordinator's to its end."""
+        done = self.run(script, FLEET="mine", BUCKET="b", GROUP="mine-workers", **env)
+        assert done.returncode == 0, done.stderr
+
+    def train(self, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run train.sh as the unit does."""
+        return self.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer",
+                        **env)
+
     def called(self) -> str:
         return self.calls.read_text()
 
@@ -671,24 +681,23 @@ def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(
     """Finished, or given up for good: the group is emptied. A stop, a reboot, a crash: only the
     diary goes."""
     coordinator, _ = fleet
-    env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
     events = coordinator.root / "var/lib/elastic-trainer/runs/mine/events.jsonl"
     events.write_text("{}\n")
     ended = coordinator.root / "var/lib/elastic-trainer/ended"
     coordinator.calls.write_text("")
     for status in ("130", "1", "70", "TERM"):
-        assert coordinator.run("ended.sh", EXIT_STATUS=status, **env).returncode == 0
+        coordinator.done("ended.sh", EXIT_STATUS=status)
         # Another coordinator would go on with it.
         (coordinator.store / "b/mine/diary/events.jsonl").unlink()
-    assert coordinator.run("events.sh", **env).returncode == 0
+    coordinator.done("events.sh")
     assert "set-desired-capacity" not in coordinator.called() and not ended.exists()
-    assert coordinator.run("ended.sh", EXIT_STATUS="0", **env).returncode == 0
+    coordinator.done("ended.sh", EXIT_STATUS="0")
     assert f"{EMPTIED} --desired-capacity 0" in coordinator.called()
     assert ended.exists() and (coordinator.store /
                                "b/mine/diary/events.jsonl").read_text() == "{}\n"
     # An `apply` has brought workers back, and the event log's timer comes by.
     coordinator.calls.write_text("")
-    assert coordinator.run("events.sh", **env).returncode == 0
+    coordinator.done("events.sh")
     assert f"{EMPTIED} --desired-capacity 0" in coordinator.called()
 
 
@@ -704,7 +713,6 @@ def test_a_segment_that_is_sealed_under_the_upload_is_in_the_bucket_before_the_n
         fleet: tuple[Machine, Machine]) -> None:
     """So what is called the newest segment there is never the one behind the next number."""
     coordinator, _ = fleet
-    env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
     run_dir = coordinator.root / "var/lib/elastic-trainer/runs/mine"
     (run_dir / "events-000001.jsonl").write_text("first\n")
     (run_dir / "events.jsonl").write_text("old\n")
@@ -712,7 +720,7 @@ def test_a_segment_that_is_sealed_under_the_upload_is_in_the_bucket_before_the_n
     aws.rename(aws.with_name("real_aws"))
     coordinator.program("aws", SEALING.replace("SEALED", f"{run_dir}/events-000002.jsonl").replace(
         "RUN", str(run_dir)).replace("AWS", f"{aws.with_name('real_aws')}"))
-    assert coordinator.run("events.sh", **env).returncode == 0
+    coordinator.done("events.sh")
     copied = coordinator.store / "b/mine/diary"
     assert {path.name: path.read_text() for path in copied.iterdir()} == {
         "events-000001.jsonl": "first\n", "events-000002.jsonl": "old\n", "events.jsonl": "new\n"}
@@ -725,23 +733,22 @@ def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine
     """The newest one goes each 15 s; what the next coordinator finds in the bucket is the whole
     log. Without a new segment the program is called for one copy."""
     coordinator, _ = fleet
-    env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
     run_dir = coordinator.root / "var/lib/elastic-trainer/runs/mine"
     copied = coordinator.store / "b/mine/diary"
     for text in ("one\n", "two\n", "three\n"):
         (run_dir / "events.jsonl").write_text(text)
-        assert coordinator.run("events.sh", **env).returncode == 0
+        coordinator.done("events.sh")
         assert (copied / "events.jsonl").read_text() == text
         (run_dir / "events.jsonl").rename(
             run_dir / f"events-00000{len(list(run_dir.glob('events-*'))) + 1}.jsonl")
-    assert coordinator.run("events.sh", **env).returncode == 0
+    coordinator.done("events.sh")
     assert [line for line in coordinator.called().splitlines() if line.startswith("sent ")] == [
         f"sent events-00000{number}.jsonl" for number in (1, 2, 3)]
     assert [path.read_text()
             for path in sorted(copied.glob("events-*"))] == ["one\n", "two\n", "three\n"]
     (run_dir / "events.jsonl").write_text("four\n")
     coordinator.calls.write_text("")
-    assert coordinator.run("events.sh", **env).returncode == 0
+    coordinator.done("events.sh")
     assert len(coordinator.called().splitlines()) == 1
 
 
@@ -750,7 +757,6 @@ def test_what_the_driver_knows_of_its_workers_is_copied_with_the_tables_by_one_c
     """now.json goes as it is, and only while the driver has it. Another coordinator does not take
     over the file of a driver that is gone."""
     coordinator, _ = fleet
-    env = {"FLEET": "mine", "BUCKET": "b", "GROUP": "mine-workers"}
     kept = coordinator.root / "var/lib/elastic-trainer"
     copied = coordinator.store / "b/mine/diary"
     files = {kept / "runs/mine/now.json": "1\n", kept / "runs/mine/result.json": "2\n",
@@ -759,13 +765,13 @@ def test_what_the_driver_knows_of_its_workers_is_copied_with_the_tables_by_one_c
         path.write_text(text)
     assert "diary/" in coordinator.called() and "--exclude now.json" in coordinator.called()
     coordinator.calls.write_text("")
-    assert coordinator.run("events.sh", **env).returncode == 0
+    coordinator.done("events.sh")
     assert len(coordinator.called().splitlines()) == 1
     assert {path.name: path.read_text() for path in copied.iterdir()} == {
         path.name: text for path, text in files.items()}
     (kept / "runs/mine/now.json").unlink()
     (copied / "now.json").unlink()
-    assert coordinator.run("events.sh", **env).returncode == 0
+    coordinator.done("events.sh")
     assert not (copied / "now.json").exists()
 
 
@@ -779,8 +785,7 @@ def test_the_run_is_started_with_its_settings(fleet: tuple[Machine, Machine]) ->
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('#!/bin/bash\nprintf "%s\\n" "$@" --- "$PWD"; env\n')
         path.chmod(0o755)
-        done = machine.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer",
-                           **env)
+        done = machine.train(**env)
         words, _, place = done.stdout.replace(str(machine.root), "").partition("---\n")
         return words.splitlines(), sorted(line for line in place.splitlines()
                                           if not line.startswith(("SHLVL", "_=")))
@@ -833,8 +838,7 @@ def test_a_secret_is_in_the_commands_variables_and_nowhere_else(
         path = machine.root / "opt/elastic-trainer" / program
         path.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n/usr/bin/env -0\n')
         path.chmod(0o755)
-        done = machine.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer",
-                           BUCKET="b", NP="4", MIN_NP="2", SLOTS="2", ROLE=role,
+        done = machine.train(BUCKET="b", NP="4", MIN_NP="2", SLOTS="2", ROLE=role,
                            OTHER="not passed on")
         output = done.stdout.split("\0")
         assert {f"TOKEN={SECRET}", "MODE=${x}='y'", "it's mine.py"} <= set(output), done.stderr
@@ -851,8 +855,7 @@ def test_an_unreadable_secret_is_named_and_nothing_is_started(
     coordinator, _ = fleet
     (coordinator.root / "var/lib/elastic-trainer/hosts").touch()
     with_secrets(coordinator, TOKEN="/mine/other")
-    done = coordinator.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer",
-                           BUCKET="b", NP="4", MIN_NP="2", ROLE="coordinator")
+    done = coordinator.train(BUCKET="b", NP="4", MIN_NP="2", ROLE="coordinator")
     assert done.returncode == 1 and done.stdout == ""
     assert "the secret TOKEN cannot be read from the SSM parameter /mine/other in us-east-1." in (
         done.stderr)

@@ -97,6 +97,15 @@ def machine(tmp_path: Path) -> Iterator[Booted]:
         yield machine
 
 
+def hasten(machine: Booted, unit: str) -> None:
+    """Let a timer start its service ten times a second."""
+    for kind, text in (("timer", "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\n"
+                                 "OnUnitInactiveSec=100ms\nAccuracySec=10ms\n"),
+                       ("service", "[Unit]\nStartLimitIntervalSec=0\n")):
+        machine.write(f"/etc/systemd/system/{unit}.{kind}.d/quick.conf", text)
+    machine.systemctl("daemon-reload")
+
+
 def lives(machine: Booted) -> list[list[str]]:
     """Return of each life of the run: its pid there, its user, its limit of files and its
     variables."""
@@ -207,12 +216,7 @@ def test_a_run_that_is_stopped_ends_well_and_keeps_its_workers(machine: Booted) 
 def test_the_event_log_is_copied_to_the_bucket_periodically(machine: Booted) -> None:
     """By its timer, as trainer."""
     machine.write(f"{KEPT}/hosts.json", "{}")
-    machine.write(
-        "/etc/systemd/system/elastic-events.timer.d/quick.conf",
-        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\n"
-        "OnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
-    )
-    machine.systemctl("daemon-reload")
+    hasten(machine, "elastic-events")
     machine.systemctl("start", "elastic-events.timer")
     machine.wait_for("third time", lambda: len(TO_DIARY.findall(called(machine, "aws"))) >= 3)
 
@@ -301,18 +305,11 @@ def test_the_units_logs_are_copied_to_the_bucket_and_once_more_at_shutdown(machi
     machine.write("/var/lib/cloud/data/instance-id", "i-0aaaaaaaaaaaaaaaa\n")
     take = f'case "$*" in *txt.gz) gzip -d >{KEPT}/log.new; mv {KEPT}/log.new {KEPT}/log ;; esac\n'
     machine.write("/usr/local/bin/aws", CALLED + take, 0o755)
-    machine.write(
-        "/etc/systemd/system/elastic-logs.timer.d/quick.conf",
-        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\n"
-        "OnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
-    )
-    machine.write("/etc/systemd/system/elastic-logs.service.d/quick.conf",
-                  "[Unit]\nStartLimitIntervalSec=0\n")
+    hasten(machine, "elastic-logs")
     persistent = (ROOT / "deploy/hosts/machine.sh"
                   ).read_text().split("# The journal survives a crash")[1].split("\n# ")[0]
     machine.run("bash", "-euc", "#" + persistent)
     machine.run("journalctl", "--flush")  # as systemd does at boot
-    machine.systemctl("daemon-reload")
     machine.systemctl("start", "elastic-last-logs.service", "elastic-trainer.service",
                       "elastic-logs.timer")
     machine.wait_for("log", lambda: "a run begins" in machine.read(f"{KEPT}/log"))
@@ -328,15 +325,8 @@ def test_the_units_logs_are_copied_to_the_bucket_and_once_more_at_shutdown(machi
 def test_the_group_is_looked_after_until_the_run_has_ended(machine: Booted) -> None:
     """As trainer, by its timer, also after calls that fail; then AWS empties the group by the order
     that stands."""
-    machine.write(
-        "/etc/systemd/system/elastic-group.timer.d/quick.conf",
-        "[Timer]\nOnActiveSec=\nOnUnitInactiveSec=\nOnActiveSec=100ms\n"
-        "OnUnitInactiveSec=100ms\nAccuracySec=10ms\n"
-    )
-    machine.write("/etc/systemd/system/elastic-group.service.d/quick.conf",
-                  "[Unit]\nStartLimitIntervalSec=0\n")
+    hasten(machine, "elastic-group")
     machine.write(f"{KEPT}/exit_code", "1")
-    machine.systemctl("daemon-reload")
     machine.systemctl("start", "elastic-group.timer")
     words = (
         f"trainer -m elastic_trainer.discovery group --group mine-workers --hosts-file {KEPT}/hosts"

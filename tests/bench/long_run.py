@@ -68,6 +68,7 @@ class Run:
         if self.step:
             self.by_rank_0("state.checkpoint_restored", step=self.step, record=self.step,
                            bytes=10**9, list_s=0.1)
+            self.say("job.program_proved", step=self.step)
         self.enter("checkpoint" if self.step else "fresh", 0.5)
 
     def boot(self, slot: int) -> None:
@@ -76,6 +77,7 @@ class Run:
         worker = {"worker": self.workers[slot], "host": f"10.0.0.{slot}"}
         self.say("driver.worker_started", **worker, pid=self.number)
         self.say("driver.worker_ready", **worker, pid=self.number, boot_s=3.0)
+        self.say("worker.program_proved", worker=worker["worker"], proof="5a")
 
     def enter(self, source: str, pause_s: float) -> None:
         self.generation += 1
