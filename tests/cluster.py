@@ -285,7 +285,7 @@ class Cluster:
     def live_pids(self) -> dict[str, int]:
         """Return the pids of the workers that were started and are not known to be gone."""
         live = {e["worker"]: e["pid"] for e in self.events("driver.worker_started")}
-        # Behind a shim it is another.
+        # With a shim it is another one.
         live |= {e["worker"]: e["pid"] for e in self.events("driver.worker_ready")}
         for event in self.events("driver.worker_gone"):
             live.pop(event["worker"], None)

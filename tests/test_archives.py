@@ -64,10 +64,10 @@ def keys(dataset: TarShards) -> list[str]:
 
 WHOLE = member("a.txt") + member("b.txt")
 ENDS = {
-    "an archive behind its end": (END + member("c.txt") + END,
+    "an archive after its end": (END + member("c.txt") + END,
                                   "data after its end, from byte 3072"),
-    "an archive behind much padding": (bytes(10240) + member("c.txt") + END, "data after its end"),
-    "an archive behind one block of zeros": (bytes(BLOCK) + member("c.txt") + END,
+    "an archive after much padding": (bytes(10240) + member("c.txt") + END, "data after its end"),
+    "an archive after one block of zeros": (bytes(BLOCK) + member("c.txt") + END,
                                              "data after its end"),
     "no end": (b"", "is cut off after b.txt.*ignore_zeros"),
     "one block of zeros": (bytes(BLOCK), "is cut off after b.txt"),
@@ -90,7 +90,7 @@ def test_an_archive_with_another_end_is_refused_or_read_through(tmp_path: Path, 
 
 
 GARBAGE = {
-    "text behind the end": END + b"notes of a person" + bytes(BLOCK),
+    "text after the end": END + b"notes of a person" + bytes(BLOCK),
     "one byte in the padding": bytes(5000) + b"1" + bytes(5000),
     "a part of a block": END + b"1",
     "a compressed archive": END + gzip.compress(WHOLE + END).ljust(BLOCK, b"\0"),
@@ -105,7 +105,7 @@ GARBAGE = {
     "a pax header that is no records": member("x", b"path=ab\n", kind=b"x") + WHOLE + END,
     "a pax record that is too long": member("x", b"99 path=ab\n", kind=b"x") + WHOLE + END,
     "a pax size that is no number": member("x", b"11 size=-1\n", kind=b"x") + WHOLE + END,
-    "a pax size behind the end": member("x", b"20 size=99999999999\n", kind=b"x") + WHOLE + END,
+    "a pax size after the end": member("x", b"20 size=99999999999\n", kind=b"x") + WHOLE + END,
     "a size of 2**87": header("c.txt", b"\x80" + b"\xff" * 11) + END,
     "a size of 2**63": header("c.txt", b"\x80\0\0\0\x80" + bytes(7)) + END,
     "a size below zero": header("c.txt", b"\xff" * 12) + END,
@@ -259,7 +259,7 @@ def test_what_is_no_field_is_reported_with_its_number_and_place(
 
 @pytest.mark.parametrize("major", ["gnu", "--posix"])
 def test_sparse_files_of_gnu_tar_are_reported(tmp_path: Path, major: str) -> None:
-    """With many holes, so that their headers have more blocks; the file behind them is read."""
+    """With many holes, so that their headers have more blocks; the file after them is read."""
     with open(tmp_path / "b.bin", "wb") as file:
         for number in range(40):
             file.seek(number << 17)

@@ -711,7 +711,7 @@ fi
 
 def test_a_segment_that_is_sealed_under_the_upload_is_in_the_bucket_before_the_next_one(
         fleet: tuple[Machine, Machine]) -> None:
-    """So what is called the newest segment there is never the one behind the next number."""
+    """So what is called the newest segment there is never the one after the next number."""
     coordinator, _ = fleet
     run_dir = coordinator.root / "var/lib/elastic-trainer/runs/mine"
     (run_dir / "events-000001.jsonl").write_text("first\n")

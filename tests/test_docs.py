@@ -219,7 +219,7 @@ def help_of(*command: str) -> frozenset[str]:
 
 
 def check_options(words: list[str], known: frozenset[str]) -> None:
-    """Check the options of a command; the word behind one may be its value, also where it begins
+    """Check the options of a command; the word after one may be its value, also where it begins
     with a dash."""
     unknown = [word for word in words if re.match("--?[a-zA-Z]", word)
                and word.partition("=")[0] not in known]
@@ -255,16 +255,16 @@ def check_script(words: list[str]) -> None:
 
 
 def check_trainer(words: list[str]) -> None:
-    """Check a command of `elastic-trainer`: our options, and behind `--` the command."""
-    ours, behind = (words[:words.index("--")],
+    """Check a command of `elastic-trainer`: our options, and after `--` the command."""
+    ours, after = (words[:words.index("--")],
                     words[words.index("--") + 1:]) if "--" in words else (words, [])
     subcommand = ours[:2] if ours[:1] == ["checkpoints"] else ours[:1]
     names = subcommand[-1].split("|") if subcommand else []
     for name in names or [""]:
         check_options(ours[len(subcommand):],
                       help_of("elastic-trainer", *subcommand[:-1], *([name] if name else [])))
-    if behind:
-        check_command(behind)
+    if after:
+        check_command(after)
 
 
 def check_python(words: list[str]) -> None:

@@ -126,7 +126,7 @@ def test_a_malformed_event_is_left_out_and_counted_by_every_reader(tmp_path: Pat
 
 
 def test_a_line_without_an_end_costs_its_reader_bounded_memory(tmp_path: Path) -> None:
-    """It is read in pieces, left out, and what stands behind it is read."""
+    """It is read in pieces, left out, and what stands after it is read."""
     events = eventful()
     run_dir = log_of(tmp_path, events, "x" * (3 * LONGEST_LINE_BYTES + 5))
     log = Reader(run_dir)

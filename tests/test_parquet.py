@@ -250,7 +250,7 @@ def test_a_row_group_that_is_damaged_is_named_with_its_samples(tmp_path: Path) -
 
 
 def test_a_value_that_python_cannot_hold_is_named_with_its_row(tmp_path: Path) -> None:
-    """A year behind 9999, in the second row group."""
+    """A year after 9999, in the second row group."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         path = written(tmp_path / "a.parquet", {

@@ -136,7 +136,7 @@ STORMS = st.builds(Storm, rate=st.floats(1.0, 200.0), bulk=st.floats(0.0, 0.5),
 
 
 def powered(rows: list[Row]) -> list[int]:
-    """Return how many hosts have power behind each row."""
+    """Return how many hosts have power after each row."""
     found, hosts = [], 0
     for row in rows:
         hosts += {JOIN: 1, NOTICE: 0, LOSS: -1}[row.event]

@@ -27,7 +27,7 @@ def _parser() -> Parser:
                         help="where the index goes; default: beside the data")
     parser.add_argument("--kind", choices=KINDS, help="default: by the names of the files")
     parser.add_argument("--ignore-zeros", action="store_true",
-                        help="read archives on behind their end (TarShards(ignore_zeros=True))")
+                        help="read archives on after their end (TarShards(ignore_zeros=True))")
     parser.add_argument("--rebuild", action="store_true",
                         help="replace an index whose data has changed")
     return parser

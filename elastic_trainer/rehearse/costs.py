@@ -43,7 +43,7 @@ class Costs:
 
     loss_s: Seconds = (0.32, 0.36, 0.36, 0.45, 0.88)
     """What an unannounced loss takes of the training, the step in flight included
-    (tests/bench/recovery.py). The first step behind it counts as a step, however slow it is."""
+    (tests/bench/recovery.py). The first step after it counts as a step, however slow it is."""
     change_s: Seconds = (0.35, 0.44, 0.44, 0.6, 0.95)
     """The same of a newcomer, or of a host that leaves under notice (tests/bench/join.py)."""
     listed_s: Seconds = (0.1, 0.5, 0.9)

@@ -44,7 +44,7 @@ RETRY_S = 2.0
 """From the beginning of a checkpoint that was dropped to the next one."""
 REACH = 20
 RESTARTS = 1000
-"""So many are drawn. Behind them the same ones follow again."""
+"""So many are drawn. The same ones follow them again."""
 
 
 @dataclass(frozen=True, kw_only=True)

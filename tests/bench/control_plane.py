@@ -155,7 +155,7 @@ async def with_workers(folder: Path, size: int, act: Callable[[list[Simulated], 
 def measured(folder: Path, size: int, seconds: float) -> tuple[float, list[float], int]:
     """Return the driver's cores, how late each answer was, and how many workers it has evicted."""
     async def idle(workers: list[Simulated], pid: int) -> tuple[float, list[float]]:
-        await asyncio.sleep(5.0)  # what the start has left behind
+        await asyncio.sleep(5.0)  # what the start has left
         for worker in workers:
             worker.lateness_s.clear()
         before_s, began = cpu_s(pid), time.monotonic()

@@ -9,7 +9,7 @@ sleeps, a lock that is never released, a slow line (1.5 Mbit/s), and a slow host
 phase, and has the stack of a worker that hangs in its own code. verdict_s is the longest time from
 a hang's begin to its verdict, beyond the limit in the event (a straggler's is straggler_s).
 
-Then --quiet-min minutes without a hang: the first step of each worker takes 20 s, the code behind
+Then --quiet-min minutes without a hang: the first step of each worker takes 20 s, the code after
 every 500th step takes 20 s on one host, and each checkpoint takes about 10 s to reach the store
 over a slow line. `false` counts the verdicts in that time.
 
@@ -161,7 +161,7 @@ def settle(fleet: Fleet, steps: int = 20) -> None:
 def quiet(folder: Path, minutes: float) -> dict[str, Any]:
     """Train undisturbed; return the number of verdicts, and of steps."""
     command = [*JOB, "--steps", "10000000", "--width", "60000", "--microbatch-s", "0.05",
-               "--first-s", "20", "--behind-s", "20", "--checkpoint-every", "200"]
+               "--first-s", "20", "--after-s", "20", "--checkpoint-every", "200"]
     with ExitStack() as stack:
         lab = stack.enter_context(Lab(folder / "lab", has_agents=False))
         lab.boot(COORDINATOR, "h9", *FOUR)

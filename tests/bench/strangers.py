@@ -121,7 +121,7 @@ def findings(siege: Siege) -> dict[str, Any]:
 
 
 def print_found(siege: Siege) -> None:
-    """Print what stands behind the figures."""
+    """Print the facts of the figures."""
     for title, found in (("disturbed", siege.disturbances() + siege.slow_steps()),
                         ("unanswered", siege.unanswered()),
                         ("two events in a minute", siege.events_too_many())):

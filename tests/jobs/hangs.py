@@ -26,7 +26,7 @@ parser.add_argument("--steps", type=int, default=500)
 parser.add_argument("--width", type=int, default=4, help="of the hidden layer: what is sent")
 parser.add_argument("--microbatch-s", type=float, default=0.02)
 parser.add_argument("--first-s", type=float, default=0.0, help="as a model that compiles")
-parser.add_argument("--behind-s", type=float, default=0.0, help="h1's code behind 500 steps")
+parser.add_argument("--after-s", type=float, default=0.0, help="h1's code after 500 steps")
 parser.add_argument("--work", type=int, default=0, help="products of matrices for a microbatch")
 parser.add_argument("--checkpoint-every", type=int, default=50)
 options = parser.parse_args()
@@ -106,8 +106,8 @@ def note(point: str, _: dict[str, Any]) -> None:
 
 def after_step(step: int) -> None:
     """The user's code after a step."""
-    if options.behind_s and step % 500 == 499 and host() == "h1":
-        time.sleep(options.behind_s)
+    if options.after_s and step % 500 == 499 and host() == "h1":
+        time.sleep(options.after_s)
 
 
 torch.manual_seed(1)

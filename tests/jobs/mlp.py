@@ -49,7 +49,7 @@ parser.add_argument("--break-at", type=int, help="the loop is left after this st
 parser.add_argument("--phases", action="store_true",
                     help="train each half of the model in a phase of its own (with --iterator)")
 parser.add_argument("--evaluate", action="store_true",
-                    help="evaluate behind each tenth step; the weights depend on the result")
+                    help="evaluate after each tenth step; the weights depend on the result")
 parser.add_argument("--ema", action="store_true", help="evaluate the averaged weights")
 parser.add_argument("--loader", type=int,
                     help="this many loader processes read samples one by one; 0: the worker does")
