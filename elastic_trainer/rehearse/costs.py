@@ -132,6 +132,15 @@ class _Reader:
 
     def __init__(self) -> None:
         self.run = Run()
+        self.job: Mapping[str, Any] = {}
+        self.steps: dict[int, list[float]] = defaultdict(list)
+        """By the size of the world."""
+        self.gaps_s = 0.0
+        """The time between two steps of a generation, without either."""
+        self.worlds: list[int] = []
+        """After pauses."""
+        self.published: list[tuple[int, float]] = []
+        """Step and time of each checkpoint."""
         self.seen: dict[str, list[float]] = defaultdict(list)
         self.weighed = _Weighed()
         self.causes: list[str] = []
@@ -151,9 +160,10 @@ class _Reader:
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Take one more event."""
-        run, now = self.run, float(event["time"])
+        now = float(event["time"])
         match event["event"]:
-            case "run.started":
+            case "run.started":  # another run, or another invocation of this one
+                self._close()
                 self._lost_at, self._is_sudden = None, False
                 self._joined.clear()
                 self._leaving.clear()
@@ -174,7 +184,7 @@ class _Reader:
             case "driver.worker_ready":
                 self._ready, boot_s = now, float(event.get("boot_s") or 0.0)
                 (self.seen["standby_s"] if boot_s < 1.0 else
-                 self.seen["boot_s"] if run.size else self._firsts).append(boot_s)
+                 self.seen["boot_s"] if self.run.size else self._firsts).append(boot_s)
             case "driver.generation_formed":
                 self._reasons[_place(event)] = str(event.get("reason"))
             case "worker.generation_started":
@@ -184,8 +194,8 @@ class _Reader:
                                   float(event.get("checkpoint_s") or 0.0))
             case "state.checkpoint_published":
                 self.weighed.is_up = False
-        run.read(event)
-        if len(run.generations) > len(self.causes):
+        self.run.read(event)
+        if len(self.run.generations) > len(self.causes):
             is_loss = self._reasons.get(_place(event)) == "death"
             self.causes.append("loss_s" if is_loss else "change_s")
 
@@ -216,11 +226,11 @@ class _Reader:
         """The run has had a generation since a person started it."""
         return not self.run.accounts.is_booting
 
-    def _steps(self) -> tuple[dict[int, list[float]], float, list[int]]:
-        """Note the pauses. Return the times of the steps by the size of the world, without the
-        first one of each generation; the time between them; and the worlds after the pauses."""
-        run, steps, gaps_s, worlds = self.run, dict[int, list[float]](), 0.0, list[int]()
-        ends, seconds = np.array(run.steps.ends), np.array(run.steps.seconds)
+    def _close(self) -> None:
+        """Take the steps, pauses and checkpoints of a run. The first step of each generation is no
+        usual one."""
+        run, ends, seconds = self.run, np.array(self.run.steps.ends), np.array(
+            self.run.steps.seconds)
         last, attempt = -1, None
         for one, after, cause in zip_longest(run.generations, run.generations[1:], self.causes):
             lines = np.arange(one.first, after.first if after else len(ends))
@@ -231,19 +241,20 @@ class _Reader:
             if last >= 0 and one.attempt is attempt:
                 self.seen[cause].append(
                     max(0.0, float(ends[lines[0]] - ends[last] - seconds[lines[0]])))
-                worlds.append(one.size)
+                self.worlds.append(one.size)
             if lines.size > 1:
-                steps.setdefault(one.size, []).extend(seconds[lines[1:]].tolist())
-                gaps_s += float((np.diff(ends[lines]) - seconds[lines[1:]]).clip(min=0.0).sum())
+                self.steps[one.size] += seconds[lines[1:]].tolist()
+                self.gaps_s += float((np.diff(ends[lines]) - seconds[lines[1:]]).clip(0.0).sum())
             last, attempt = int(lines[-1]), one.attempt
-        return steps, gaps_s, worlds
+        for checkpoint in run.checkpoints:
+            self.published.append((checkpoint.step, checkpoint.time))
+            self.seen["checkpoint_s"].append(checkpoint.pause_s)
+            self.seen["publish_s"].append(checkpoint.duration_s)
+        self.run, self.causes, self.job = Run(), [], run.job or self.job
 
     def costs(self) -> Costs:
         """Return the costs of the log, and the defaults for those that it does not show."""
-        run, (steps, gaps_s, worlds) = self.run, self._steps()
-        for one in run.checkpoints:
-            self.seen["checkpoint_s"].append(one.pause_s)
-            self.seen["publish_s"].append(one.duration_s)
+        self._close()
         found: dict[str, Any] = {name: tuple(values) for name, values in self.seen.items()}
         if "first_boot_s" in found:  # a run without newcomers or restarts
             found.setdefault("boot_s", found["first_boot_s"])
@@ -253,17 +264,17 @@ class _Reader:
         self.weighed.end()
         if self.weighed.costs:
             found["auto_s"] = tuple(self.weighed.costs)
-        microbatches = int(run.job.get("microbatches") or 0)
-        if steps and microbatches:
-            found |= {"microbatches": microbatches, "batch": int(run.job["global_batch"])}
-            found["fixed_s"], found["microbatch_s"] = fitted(steps, microbatches)
-            pauses_s = len(run.checkpoints) * float(found.get("checkpoint_s", 0.0))
-            found["between_s"] = max(0.0, gaps_s - pauses_s) / sum(map(len, steps.values()))
-        published = [(one.step, one.time) for one in run.checkpoints]
-        if interval := str(run.job.get("checkpoint_every", "")) or interval_of(published):
+        microbatches = int(self.job.get("microbatches") or 0)
+        if self.steps and microbatches:
+            found |= {"microbatches": microbatches, "batch": int(self.job["global_batch"])}
+            found["fixed_s"], found["microbatch_s"] = fitted(self.steps, microbatches)
+            pauses_s = len(self.published) * float(found.get("checkpoint_s", 0.0))
+            count = sum(map(len, self.steps.values()))
+            found["between_s"] = max(0.0, self.gaps_s - pauses_s) / count
+        if interval := str(self.job.get("checkpoint_every", "")) or interval_of(self.published):
             found["interval"] = interval
-        if worlds:
-            found["world"] = round(median(worlds))
+        if self.worlds:
+            found["world"] = round(median(self.worlds))
         return Costs(**found, measured=tuple(sorted(found)))
 
 
