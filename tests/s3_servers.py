@@ -35,8 +35,12 @@ def process(command: Sequence[str | Path], log: Path,
             **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for as long as the block."""
     with open(log, "ab") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True,
-                                  cwd=log.parent, env=os.environ | env)
+        server = subprocess.Popen(command,
+                                  stdout=output,
+                                  stderr=output,
+                                  start_new_session=True,
+                                  cwd=log.parent,
+                                  env=os.environ | env)
     try:
         yield server
     finally:
@@ -50,15 +54,19 @@ def process(command: Sequence[str | Path], log: Path,
 
 def environment(endpoint: str) -> dict[str, str]:
     """Return AWS's standard variables for an endpoint."""
-    return {"AWS_ENDPOINT_URL_S3": endpoint, "AWS_ACCESS_KEY_ID": KEY,
-            "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1",
-            "AWS_EC2_METADATA_DISABLED": "true"}
+    return {
+        "AWS_ENDPOINT_URL_S3": endpoint, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"
+    }
 
 
 def client(endpoint: str) -> boto3.client:
     """Return a client of the test's own, past the code under test."""
-    return boto3.client("s3", endpoint_url=endpoint, aws_access_key_id=KEY,
-                        aws_secret_access_key=SECRET, region_name="us-east-1",
+    return boto3.client("s3",
+                        endpoint_url=endpoint,
+                        aws_access_key_id=KEY,
+                        aws_secret_access_key=SECRET,
+                        region_name="us-east-1",
                         config=Config(retries={"total_max_attempts": 1},
                                       read_timeout=20,
                                       request_checksum_calculation="when_required"))
@@ -87,8 +95,8 @@ def ceph(folder: Path, *, nice: int = 0) -> Iterator[str]:
             raise Unavailable(
                 "Ceph's gateway is not here, and this user cannot install it: apt-get install " +
                 " ".join(PACKAGES))
-        install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends",
-                   "-o", "DPkg::Lock::Timeout=120", *PACKAGES]
+        install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "-o",
+                   "DPkg::Lock::Timeout=120", *PACKAGES]
         env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
         if subprocess.run(install, env=env, capture_output=True).returncode:
             subprocess.run(["apt-get", "update", "--quiet"], env=env, capture_output=True)
@@ -147,8 +155,8 @@ rgw gc processor max time = 5
        cluster, str(folder / "monmap"))
     do("ceph-mon", "--mkfs", "-i", "a", "--monmap", str(folder / "monmap"))
     with ExitStack() as servers:
-        running = [servers.enter_context(process(["ceph-mon", "-f", "-i", "a", *conf],
-                                                 folder / "mon.out.log"))]
+        running = [servers.enter_context(
+                       process(["ceph-mon", "-f", "-i", "a", *conf], folder / "mon.out.log"))]
         do("ceph", "osd", "new", osd)
         do("ceph-osd", "--mkfs", "-i", "0", "--osd-uuid", osd)
         for name, command in (("osd", ["ceph-osd", "-f", "-i",

@@ -30,9 +30,10 @@ from elastic_trainer.state.s3 import S3Store
 STORE = f"s3://{local_s3.BUCKET}/run"
 BODY = b"weights"
 PAGE = {"Origin": "http://page.example", "Access-Control-Request-Method": "PUT"}
-FUNCTION = json.dumps({"FunctionName": "f", "Runtime": "python3.11",
-                       "Role": "arn:aws:iam::000000000000:role/r", "Handler": "h.f",
-                       "Code": {"ZipFile": ""}}).encode()
+FUNCTION = json.dumps({
+    "FunctionName": "f", "Runtime": "python3.11", "Role": "arn:aws:iam::000000000000:role/r",
+    "Handler": "h.f", "Code": {"ZipFile": ""}
+}).encode()
 NOBODY = 65534
 
 
@@ -56,12 +57,15 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def the_server() -> psutil.Process:
-    (found, ) = [child for child in psutil.Process().children()
-                 if "s3_gate.py" in " ".join(child.cmdline())]
+    (found, ) = [
+        child for child in psutil.Process().children() if "s3_gate.py" in " ".join(child.cmdline())
+    ]
     return found
 
 
-def asked(method: str, path: str, headers: dict[str, str] | None = None,
+def asked(method: str,
+          path: str,
+          headers: dict[str, str] | None = None,
           body: bytes = b"") -> http.client.HTTPResponse:
     """Send a request as it stands here; returns the answer, read."""
     connection = http.client.HTTPConnection(urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).netloc,
@@ -130,7 +134,8 @@ def test_the_run_itself_gets_only_its_bucket(service: str, path: str) -> None:
     key, secret = os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]
     signer = S3SigV4Auth if service == "s3" else SigV4Auth
     assert signed("POST", path, key, secret, service, FUNCTION, signer).status == 403
-    client = boto3.client("lambda", endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"],
+    client = boto3.client("lambda",
+                          endpoint_url=os.environ["AWS_ENDPOINT_URL_S3"],
                           region_name=local_s3.REGION,
                           config=Config(retries={"total_max_attempts": 1}))
     with pytest.raises(client.exceptions.ClientError):
@@ -157,20 +162,24 @@ def test_another_user_finds_no_door(data: Path) -> None:
     alone; and it was not given what else is in the user's environment.
     """
     server, secret = the_server(), os.environ["AWS_SECRET_ACCESS_KEY"]
-    listening = {connection.laddr for connection in server.net_connections("all")
-                 if connection.status == "LISTEN"}
+    listening = {connection.laddr
+                 for connection in server.net_connections("all") if connection.status == "LISTEN"}
     assert [where.ip for where in listening] == ["127.0.0.1"]
-    assert not [argument for argument in server.cmdline() if secret in argument
-                or os.environ["AWS_ACCESS_KEY_ID"] in argument]
+    assert not [argument for argument in server.cmdline()
+                if secret in argument or os.environ["AWS_ACCESS_KEY_ID"] in argument]
     assert not {"NOT_ITS_BUSINESS", "AWS_SESSION_TOKEN"} & server.environ().keys()
     assert "AWS_SESSION_TOKEN" not in os.environ
     assert [path for path in (data, *data.rglob("*")) if path.stat().st_mode & 0o077] == []
-    assert not [path for path in data.rglob("*") if path.is_file()
-                and secret.encode() in path.read_bytes()]
+    assert not [
+        path for path in data.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()
+    ]
     if os.geteuid() == 0:
         look = f"cat /proc/{server.pid}/environ || ls {data}"
-        done = subprocess.run(["sh", "-c", look], user=NOBODY, group=NOBODY,
-                              extra_groups=[], capture_output=True)
+        done = subprocess.run(["sh", "-c", look],
+                              user=NOBODY,
+                              group=NOBODY,
+                              extra_groups=[],
+                              capture_output=True)
         assert done.returncode != 0 and done.stdout == b""
 
 

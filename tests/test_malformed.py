@@ -126,7 +126,7 @@ def test_a_malformed_event_is_left_out_and_counted_by_every_reader(tmp_path: Pat
 
 
 def test_a_line_without_an_end_costs_its_reader_bounded_memory(tmp_path: Path) -> None:
-    """It is read in pieces, left out, and what stands after it is read."""
+    """It is read in pieces, left out, and what stands behind it is read."""
     events = eventful()
     run_dir = log_of(tmp_path, events, "x" * (3 * LONGEST_LINE_BYTES + 5))
     log = Reader(run_dir)
@@ -202,12 +202,9 @@ def test_no_reader_fails_whatever_the_log_holds(lines: list[str]) -> None:
 def test_the_supervisor_believes_driver_and_supervisor_only() -> None:
     """A worker that claims steps, checkpoints, attempts and deaths changes nothing."""
     events = [e | COUNTED_BY if e["event"] == "attempt.started" else e for e in eventful()]
-    lies = [{"time": 9e8 * number, "attempt": 7, "worker": "a/0/1"} | lie for number,
-            lie in enumerate([{"event": "state.checkpoint_published", "step": 10**15},
-                              {"event": "worker.left"},
-                              {"event": "worker.step_committed", "step": 10**15,
-                               "generation": 1, "size": 1, "samples": 1, "digest": 1,
-                               "loss": 0.0}])]
+    lies = [COMMITTED | {"time": 9e8 * number, "attempt": 7, "event": name, "step": 10**15}
+            for number, name in enumerate(
+                ("state.checkpoint_published", "worker.left", "worker.step_committed"))]
     assert [flaw(lie) for lie in lies] == [""] * 3
     assert past_of([*events, *lies]) == past_of(events)
 
@@ -220,11 +217,10 @@ def test_the_supervisor_reads_the_log_of_an_older_version() -> None:
     published = [e["step"] for e in events if e["event"] == "state.checkpoint_published"]
     committed = [e["step"] for e in events if e["event"] == "worker.step_committed"]
     assert (past.newest_checkpoint, past.newest_step) == (max(published), max(committed) + 1)
-    assert past.trained == sorted({e["attempt"] for e in events
-                                   if e["event"] == "worker.step_committed"})
+    assert past.trained == sorted(
+        {e["attempt"] for e in events if e["event"] == "worker.step_committed"})
     started = {"time": 5000.0, "event": "attempt.started", "attempt": past.attempt + 1} | COUNTED_BY
-    late = {"time": 5001.0, "event": "state.checkpoint_published", "attempt": past.attempt,
-            "step": 10**9}
+    late = NO_STEP | {"time": 5001.0, "attempt": past.attempt, "step": 10**9}
     reached = {"time": 5002.0, "event": "driver.step_reached", "attempt": past.attempt + 1,
                "steps": 99, "checkpoint": 0}
     longer = past_of([*events, started, late, late | {"attempt": past.attempt + 1}, reached])
@@ -233,12 +229,11 @@ def test_the_supervisor_reads_the_log_of_an_older_version() -> None:
 
 def test_the_driver_reports_to_the_supervisor_how_far_the_run_has_come() -> None:
     """Also after attempts that dropped steps: the furthest counts."""
-    reached = [{"time": 1.0, "event": "driver.step_reached", "attempt": attempt,
-                "steps": steps, "checkpoint": checkpoint} for attempt, steps,
-               checkpoint in ((1, 50, 40), (2, 45, 45), (3, 0, 0))]
-    past = past_of(reached)
-    assert (past.newest_step, past.newest_checkpoint, past.trained, past.attempt) == (50, 45,
-                                                                                      [1, 2], 3)
+    past = past_of({"time": 1.0, "event": "driver.step_reached", "attempt": attempt, "steps": steps,
+                    "checkpoint": checkpoint}
+                   for attempt, steps, checkpoint in ((1, 50, 40), (2, 45, 45), (3, 0, 0)))
+    assert (past.newest_step, past.newest_checkpoint) == (50, 45)
+    assert (past.trained, past.attempt) == ([1, 2], 3)
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=9), st.integers(0, 10**18),
@@ -275,8 +270,8 @@ def test_reports_of_dead_workers_count_when_all_are_dead() -> None:
     """The newest step that most have finished does not depend on who lives on."""
     members = Membership(first_workers=1, min_workers=1, max_workers=None)
     for number, (step, published) in enumerate([(7, 5), (8, 5), (10**12, 10**12)]):
-        members.workers[f"w{number}"] = Worker(f"w{number}", "a", number, 0.0, 0.0,
-                                               phase=Phase.TRAINING, step=step, published=published)
+        members.workers[f"w{number}"] = Worker(f"w{number}", "a", number, 0.0, 0.0, step=step,
+                                               phase=Phase.TRAINING, published=published)
     members.roster.members = ("w0", "w1", "w2")
     assert members.reached() == (8, 5)
     for worker in members.workers.values():
@@ -286,14 +281,12 @@ def test_reports_of_dead_workers_count_when_all_are_dead() -> None:
 
 # --- what arrives at the driver -------------------------------------------------------------------
 
-COMMITTED = {"time": 1.5, "event": "worker.step_committed", "worker": "a/0/1", "attempt": 1,
-             "step": 0, "generation": 1, "size": 1, "samples": 8, "digest": 1, "loss": 0.5}
-MESSAGE = {"worker": "a/0/1", "count": 1, "pid": 2, "time": 1.0, "meets_at_once": True,
-           "saves": False, "published": -1, "phase": "training", "generation": 1,
-           "accepted": 0, "holds_state": True, "drains": False, "step": 3,
-           "probe_port": 9, "unreachable": None, "hold_s": 0.25, "seen": "",
-           "arithmetic": {"program": 1, "inputs": 2, "result": 3,
-                          "facts": {"torch": "2"}, "is_exact": True}}
+MESSAGE = {
+    "worker": "a/0/1", "count": 1, "pid": 2, "time": 1.0, "meets_at_once": True, "saves": False,
+    "published": -1, "phase": "training", "generation": 1, "accepted": 0, "holds_state": True,
+    "drains": False, "step": 3, "probe_port": 9, "unreachable": None, "hold_s": 0.25, "seen": "",
+    "arithmetic": {"program": 1, "inputs": 2, "result": 3, "facts": {"torch": "2"},
+                   "is_exact": True}}
 
 
 def driver_of(worker: Worker, events: Events | None = None) -> MendedDriver:
@@ -365,12 +358,12 @@ def test_the_driver_remembers_few_shippers_of_a_worker() -> None:
 
 def test_a_valid_message_is_accepted() -> None:
     """As our_driver.py sends them, and those of older workers."""
-    assert flaw_of_message(MESSAGE) == ""
-    assert flaw_of_message(
-        {"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0}) == ""
-    assert flaw_of_message(MESSAGE | {"machine": {"step": -1, "microbatch": -1,
-                                                  "kind": "EIO", "text": "…"}, "error": ""}) == ""
-    assert flaw_of_message({"worker": "a/0/1", "courier": "x", "number": 1, "line": "{}"}) == ""
+    for message in (
+            MESSAGE, {"worker": "a/0/1", "count": 1, "phase": "booting", "generation": 0},
+            MESSAGE | {"machine": {"step": -1, "microbatch": -1, "kind": "EIO", "text": "…"},
+                       "error": ""},
+            {"worker": "a/0/1", "shipper": "x", "number": 1, "line": "{}"}):
+        assert flaw_of_message(message) == ""
 
 
 @pytest.mark.parametrize(
@@ -389,8 +382,6 @@ def test_a_malformed_message_changes_nothing_at_the_driver(field: str, value: An
     attempt."""
     driver = driver_of(Worker("a/0/1", "a", 0, 0.0, 0.0, phase=Phase.TRAINING, generation=1))
     driver.membership.hosts_listed({"a": 1})
-    driver.membership.workers["a/0/1"] = Worker("a/0/1", "a", 0, 0.0, 0.0,
-                                                phase=Phase.TRAINING, generation=1)
     driver.membership.roster.members = ("a/0/1",)
     before = repr(vars(driver.membership.workers["a/0/1"]))
     with pytest.raises(MessageRefused, match="a malformed message"):
@@ -419,12 +410,12 @@ def test_an_honest_worker_does_not_wait_for_ever_with_a_line_that_is_refused(
     driver.messages.lines.take = too_early_at_first  # type: ignore[method-assign]
     server = MessageServer("127.0.0.1", KEY, driver.messages.take, lambda *_: None)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    courier = Courier(Launch(driver=f"127.0.0.1:{server.address[1]}",
-                             key=worker_key(KEY, "a/0/1"), worker="a/0/1",
-                             limits=Limits(driver_lost_s=60.0)))
-    courier.take(json.dumps(COMMITTED | {"step": "one"}))
-    courier.take(json.dumps(COMMITTED))
-    assert courier.flush()
+    shipper = LogShipper(Launch(
+        driver=f"127.0.0.1:{server.address[1]}", key=worker_key(KEY, "a/0/1"), worker="a/0/1",
+        limits=Limits(driver_lost_s=60.0)))
+    shipper.take(json.dumps(COMMITTED | {"step": "one"}))
+    shipper.take(json.dumps(COMMITTED))
+    assert shipper.flush()
     server.shutdown()
     assert lines == [json.dumps(COMMITTED)] and driver.messages.lines.forget("a/0/1") == 1
     assert "the driver refused a line of the event log" in capsys.readouterr().err
@@ -470,8 +461,8 @@ def test_a_long_event_is_shortened_where_it_is_written(tmp_path: Path,
     events, heard = Events(tmp_path), list[Event]()
     events.listeners.append(lambda event, facts: heard.append(facts))
     samples, error = [[*range(300_000)]], "ä" * 200_000 + "the end"
-    events.emit("worker.loss_not_finite", attempt=1, step=7, samples=samples,
-                microbatches=[*range(300_000)], error=error)
+    events.emit("worker.loss_not_finite", attempt=1, step=7, samples=samples, error=error,
+                microbatches=[*range(300_000)])
     [line] = Reader(tmp_path).lines()
     logged = parse(line)
     assert len(line) <= MAX_LINE_BYTES and logged and logged["shortened"] is True
@@ -484,8 +475,7 @@ def test_an_event_of_many_long_values_is_shortened_until_it_fits(tmp_path: Path,
                                                                  made_up_events: None) -> None:
     """Also a hundred tracebacks of characters that JSON writes as twelve."""
     events = Events(tmp_path)
-    events.emit("worker.failed", **{f"error_{number}": "\U0001f600" * 50_000
-                                    for number in range(100)})
+    events.emit("worker.failed", **{f"error_{n}": "\U0001f600" * 50_000 for n in range(100)})
     [line] = Reader(tmp_path).lines()
     assert len(line) <= MAX_LINE_BYTES and parse(line)
 

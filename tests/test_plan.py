@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_report import RUN, event, generation, step
+from stories import RUN, event, generation, step
 
 from elastic_trainer.commands.command import main
 from elastic_trainer.config import ConfigError, Launch, Limits

@@ -136,10 +136,11 @@ def run(built: Built, folder: Path, steps: int, told: list[tuple[str, dict[str, 
     """Train to a number of steps, alone."""
     torch.manual_seed(0)
     model = built.model()
-    trainer = Trainer(model, built.optimizer(model), built.dataset, global_batch=8,
-                      microbatches=2, until=f"{steps} steps", collate=built.collate,
-                      loader=built.loader, run_dir=folder, progress=False, listeners=[]
-                      if told is None else [lambda name, facts: told.append((name, facts))])
+    trainer = Trainer(model, built.optimizer(model), built.dataset, global_batch=8, microbatches=2,
+                      until=f"{steps} steps", collate=built.collate, loader=built.loader,
+                      run_dir=folder, progress=False,
+                      listeners=[] if told is None else [lambda name, facts: told.append(
+                          (name, facts))])
     for step in trainer:
         for x, y in step:
             step.backward(((model(x) - y) ** 2).mean())

@@ -32,7 +32,7 @@ from ports import free_port
 from s3_servers import process
 
 from elastic_trainer.discovery.hosts import Policy
-from elastic_trainer.discovery.place import Instance
+from elastic_trainer.discovery.place_protocol import Instance
 from elastic_trainer.discovery.poll import Poller
 from elastic_trainer.views.verify import verify
 
