@@ -19,7 +19,7 @@ import pydantic
 import pytest
 import torch
 from cluster import Cluster
-from test_loop import DATA, INPUT, TARGET, Ears, built, mse, trained
+from test_loop import DATA, Ears, assert_close, built, by_hand, mse, sgd, trained
 
 from elastic_trainer import ConfigError, configuration
 from elastic_trainer.__main__ import main
@@ -34,7 +34,6 @@ from elastic_trainer.options import (
     require_section,
     resolved,
 )
-from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.configuration import (
     VARIABLE,
     Configuration,
@@ -369,17 +368,8 @@ def test_an_allowed_learning_rate_holds_from_the_resumed_step_on(
     assert {facts["key"]: facts["holds"] for facts in ears.facts("job.settings_differ")
             }["optimizer.lr"] == "given"
     plain = built()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    schedule = Schedule(dataset_size=len(DATA), epochs=2, **TRAINING)
-    for step in range(5):
-        optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.05
-        chosen = torch.cat([torch.as_tensor(schedule.microbatch_samples(step, microbatch))
-                            for microbatch in range(4)])
-        optimizer.zero_grad()
-        mse(plain, [INPUT[chosen], TARGET[chosen]]).backward()
-        optimizer.step()
-    for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert_close(net, by_hand(plain, sgd(plain), rate=lambda step: 1.0 if step < 2 else 0.5,
+                              steps=5))
 
 
 def test_a_standby_with_another_configuration_takes_no_place(tmp_path: Path) -> None:

@@ -97,10 +97,10 @@ def trained(model: Model, optimizer: Optimizer | None = None, dataset: Any = DAT
 
 
 def by_hand(model: Model, optimizer: Optimizer, *, clip_norm: float | None = None,
-            rate: Callable[[int], float] | None = None) -> Model:
+            rate: Callable[[int], float] | None = None, steps: int = SCHEDULE.steps) -> Model:
     """Train in plain PyTorch, one big batch a step."""
     base = optimizer.param_groups[0]["lr"]
-    for step in range(SCHEDULE.steps):
+    for step in range(steps):
         batch = [SCHEDULE.microbatch_samples(step, microbatch)
                  for microbatch in range(SCHEDULE.microbatches)]
         chosen = torch.from_numpy(numpy.concatenate(batch))

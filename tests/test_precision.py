@@ -17,8 +17,7 @@ from cluster import TESTS, Cluster, weights_alone
 from faults import RELEASED, Plan
 from test_evaluation import HELD_OUT
 from test_faults import host
-from test_loop import INPUT, SCHEDULE, TARGET, Ears, adamw, built, mse, trained
-from test_settings import differences
+from test_loop import INPUT, SCHEDULE, TARGET, adamw, built, mse, trained
 from test_trainer import Model, loop, trainer_of
 
 from elastic_trainer import ConfigError
@@ -265,13 +264,6 @@ def test_a_precision_that_does_not_exist_is_refused() -> None:
         trainer_of(model_of(), precision="fp8")
     with pytest.raises(ConfigError, match="precision is 'bf16', which torch does not support on"):
         precision_of("bf16", "meta")
-
-
-def test_another_precision_is_logged_when_a_run_is_resumed(run_dir: Path) -> None:
-    ears = Ears()
-    trained(model_of(), until="2 steps")
-    trained(model_of(), precision="bf16", listeners=[ears])
-    assert differences(ears) == {"precision": ("fp32", "bf16", "given")}
 
 
 # --- for real -------------------------------------------------------------------------------------

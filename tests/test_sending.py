@@ -11,8 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from simulated import Member, in_worlds
-from test_loop import Ears, built, mse, sgd, trained
-from test_settings import differences
+from test_loop import Ears, built, mse, trained
 from test_trainer import Fault, Model, in_a_breaking_world, trainer_of
 
 from elastic_trainer import ConfigError
@@ -170,13 +169,3 @@ def test_adasum_is_refused_by_the_launcher_too(capsys: pytest.CaptureFixture[str
     assert "is not supported under elasticity" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="not supported under elasticity"):
         Launch.from_environment({"ELASTIC_TRAINER_REDUCE": "adasum"})
-
-
-def test_what_is_sent_otherwise_is_logged_when_a_run_is_resumed(run_dir: Path) -> None:
-    first, second, ears = built(), built(), Ears()
-    trained(first, sgd(first), until="2 steps", reduce="ring")
-    trained(second, sgd(second), reduce="ring", compress=True, predivide=2.0, bucket_bytes=4096,
-            listeners=[ears])
-    assert differences(ears) == {"compress": (False, "bf16", "given"),
-                                 "predivide": (1.0, 2.0, "given"),
-                                 "bucket_bytes": (1 << 20, 4096, "given")}

@@ -69,18 +69,26 @@ def test_given_hyperparameters_hold_when_they_may_change(
                                                                                      (0.8, 0.9))
 
 
-@pytest.mark.parametrize(("first", "second", "key"), [
-    ({"clip_norm": 0.5}, {"clip_norm": 0.1}, "clip_norm"),
-    ({}, {"clip_norm": 0.1}, "clip_norm"),
-    ({"on_nan": "skip"}, {}, "on_nan"),
-    ({"lr": cosine(warmup_steps=2, total_steps=6)
-      }, {"lr": cosine(warmup_steps=3, total_steps=6)}, "schedule (the rate of step 1)"),
-])
+RATES = [cosine(warmup_steps=steps, total_steps=6) for steps in (2, 3)]
+
+
+@pytest.mark.parametrize(("first", "second", "changed"), [
+    ({"clip_norm": 0.5}, {"clip_norm": 0.1}, {"clip_norm": (0.5, 0.1)}),
+    ({}, {"clip_norm": 0.1}, {"clip_norm": (None, 0.1)}),
+    ({"on_nan": "skip"}, {}, {"on_nan": ("skip", "raise")}),
+    ({}, {"precision": "bf16"}, {"precision": ("fp32", "bf16")}),
+    ({"reduce": "ring"},
+     {"reduce": "ring", "compress": True, "predivide": 2.0, "bucket_bytes": 4096},
+     {"compress": (False, "bf16"), "predivide": (1.0, 2.0), "bucket_bytes": (1 << 20, 4096)}),
+    ({"lr": RATES[0]}, {"lr": RATES[1]},
+     {"schedule (the rate of step 1)": (0.01, pytest.approx(0.02 / 3))}),
+], ids=["clip_norm", "a new one", "on_nan", "precision", "sending", "lr"])
 def test_a_given_value_that_is_no_part_of_the_state_holds_and_is_logged(
-        run_dir: Path, first: dict[str, Any], second: dict[str, Any], key: str) -> None:
+        run_dir: Path, first: dict[str, Any], second: dict[str, Any],
+        changed: dict[str, tuple[Any, Any]]) -> None:
     """From the first step on."""
     ears, _ = resumed(first, second)
-    assert [(name, holds) for name, (_, _, holds) in differences(ears).items()] == [(key, "given")]
+    assert differences(ears) == {key: (*values, "given") for key, values in changed.items()}
 
 
 def test_a_torch_schedulers_settings_are_compared_when_a_run_is_resumed(run_dir: Path) -> None:
