@@ -28,7 +28,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from elastic_trainer.state.attributes import Attributes, Kept
-from elastic_trainer.state.forms import as_built, mapped
+from elastic_trainer.state.forms import CannotKeep, as_built, mapped
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
 from elastic_trainer.state.object_filling import Filling, own
@@ -220,14 +220,18 @@ class OptimizerValues:
     def _check_attributes(self, step: int) -> None:
         """Raise RuntimeError if the optimizer has changed what cannot be kept, as the last walk has
         found it."""
-        if not (flaws := self.attributes.flaws) or self._owns_dict():
-            return
-        names = "; ".join(f"{place} (now {what})" for place, what in list(flaws.items())[:4])
-        raise RuntimeError(
-            f"the optimizer {type(self._optimizer).__name__} has changed by step {step} what "
-            f"cannot be kept: {names}. A newcomer and a resumed run would lack it. Keep tensors "
-            f"and numbers in self.state[parameter] or in attributes that __init__ makes, or give "
-            f"the optimizer a state_dict and a load_state_dict that have this value.")
+        if flaws := self._flaws():
+            raise RuntimeError(
+                f"the optimizer {type(self._optimizer).__name__} has changed by step {step} what "
+                f"cannot be kept: {flaws}. A newcomer and a resumed run would lack it. Keep "
+                f"tensors and numbers in self.state[parameter] or in attributes that __init__ "
+                f"makes, or give the optimizer a state_dict and a load_state_dict that have this "
+                f"value.")
+
+    def _flaws(self) -> str:
+        """Return what the last walk has found that cannot be kept; empty: all can."""
+        flaws = {} if self._owns_dict() else self.attributes.flaws
+        return "; ".join(f"{place} (now {what})" for place, what in list(flaws.items())[:4])
 
     def _owns_dict(self) -> bool:
         """True if each optimizer has a state_dict and a load_state_dict of its own."""
@@ -273,9 +277,15 @@ class OptimizerValues:
         return [[names[id(p)] for p in group["params"]] for group in self._optimizer.param_groups]
 
     def values(self, names: dict[int, str]) -> dict[str, Any]:
-        """Return the values (nothing is copied); `names` has the parameters' names by id."""
+        """Return the values (nothing is copied); `names` has the parameters' names by id.
+
+        Raises CannotKeep for an attribute that changed and that cannot be kept: `check` walks an
+        attribute again only when its type is another one, and a dict in it may have a new value.
+        """
         groups, kept = self._optimizer.param_groups, self._optimizer.state
         attributes = self.attributes.values()
+        if flaws := self._flaws():
+            raise CannotKeep(f"the optimizer holds {flaws}")
         added = self._own_values() if self.attributes.flaws and self._owns_dict() else {}
         return {**({"attributes": attributes} if attributes else {}),
                 **({"own": added} if added else {}),

@@ -38,7 +38,7 @@ from tenacity import (
 
 from elastic_trainer.state.checkpoint import CONNECTIONS, Emit, Part, Peers, header_of, parts_of
 from elastic_trainer.state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Record
-from elastic_trainer.state.layout import LayoutError, Packed, fill_range, unpack
+from elastic_trainer.state.layout import LayoutError, Packed, fill_range, outline, unpack
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import (
     Store,
@@ -174,7 +174,8 @@ class Restore:
                 record = Record.from_bytes(text.encode())
                 parts, header = parts_of(record), header_of(record)
                 room = state.room(header, sum(part.bytes for part in parts))
-                if (step := unpack(room)["step"]) != record.step:
+                described = replace(outline(header), classes=state.classes)  # room has no bytes yet
+                if (step := unpack(described)["step"]) != record.step:
                     raise LayoutError(f"its record is of step {record.step}, and its header is of "
                                       f"step {step}")
         except (LayoutError, Damaged) as error:

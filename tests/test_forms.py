@@ -331,6 +331,23 @@ def test_a_values_type_comes_back_when_a_run_is_resumed(number: int, tmp_path: P
     assert same(holder.value, values)
 
 
+def test_no_value_is_built_from_memory_without_bytes(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of numpy's that is built from any bytes is a SystemError of Python's."""
+    empty = torch.empty
+
+    def full(*args: Any, **options: Any) -> torch.Tensor:
+        made = empty(*args, **options)
+        return made.fill_(255) if made.dtype == torch.uint8 and made.device.type == "cpu" else made
+
+    values = [numpy.str_("a"), numpy.array(["a"]), {numpy.str_("k"): numpy.datetime64("2026")}]
+    trained(built(), state={"kept": Holder(values)}, until="2 steps", run_dir=tmp_path / "run")
+    holder = Holder([])
+    monkeypatch.setattr(torch, "empty", full)
+    trained(built(), state={"kept": holder}, run_dir=tmp_path / "run")
+    assert same(holder.value, values)
+
+
 def test_a_class_that_this_process_does_not_hold_is_named_when_a_run_is_resumed(
         tmp_path: Path) -> None:
     """The store does not choose what is imported."""

@@ -17,7 +17,7 @@ from optimizers import KEPT, Counting, Shrinking, parameters_of
 from test_loop import DATA, built, in_a_world, job, mse, trained
 from test_state import bytes_of, received
 
-from elastic_trainer import Trainer
+from elastic_trainer import ConfigError, Trainer
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.replicas import Replica, ReplicasDisagree
@@ -120,6 +120,33 @@ def test_a_value_that_cannot_be_kept_is_an_error_after_the_step_that_made_it(wha
     model = built()
     with pytest.raises(RuntimeError, match=f"cannot be kept: {named}"):
         trained(model, kind(model.parameters()), until="9 steps")
+
+
+class LateInDict(Shrinking):
+    """Puts a value that cannot be kept into a dict that was there, in its third step."""
+
+    made: Callable[[], Any]
+
+    def build(self) -> None:
+        self.calls, self.parts = 0, dict[str, Any]()
+
+    def factor(self) -> float:
+        self.calls += 1
+        if self.calls == 3:
+            self.parts["late"] = self.made()
+        return 1.0
+
+
+@pytest.mark.parametrize("made", [Late, object, lambda: iter([1])], ids=["class", "bare", "iter"])
+def test_no_checkpoint_has_a_state_that_lacks_a_value_of_the_optimizer(
+        made: Callable[[], Any], tmp_path: Path) -> None:
+    """The last one of a run neither: the step after it, which would find the value, never comes."""
+    kind = type("LateInDict", (LateInDict,), {"made": staticmethod(made)})
+    model = built()
+    with pytest.raises(ConfigError, match=r"after step 2 .* parts.*late"):
+        trained(model, kind(model.parameters()), until="3 steps", run_dir=tmp_path)
+    (record,) = (tmp_path / "checkpoints" / "log").iterdir()
+    assert "takeover" in record.read_text()  # the run took the log over, and published nothing
 
 
 def rates() -> Iterator[float]:

@@ -61,8 +61,9 @@ FORMED = (
 )
 HARMLESS = (
     "--num-keys 5", "--tokenizer bert-base", "--max-tokens 100", "--key-dim 64", "--monkey x",
-    "--sort-key length", "--eos-token '</s>'", "--pad-token [PAD]", "--token-file /run/token",
-    "--keyboard us", "--tokens 2048", "--keypoints a.json", "monkey=1 tokens=5", "--lr 1e-3",
+    "--sort-key length", "--shard-key user_id", "--eos-token '</s>'", "--pad-token [PAD]",
+    "--token-file /run/token", "--keyboard us", "--tokens 2048", "--keypoints a.json",
+    "monkey=1 tokens=5", "--lr 1e-3",
     "s3://bucket/key=5/part", "https://host:443/a@b", "sorted(rows, key=len)", "KeyError: 'x'",
     "sk-learn-pipeline", "hf_hub_download", "task-12345678901", "the key: abc", "--author me",
     "the bearer token is missing", "--signal 9", "--use-auth-token --fast", "--n-head 8",

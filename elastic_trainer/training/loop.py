@@ -277,6 +277,7 @@ class Loop:
         if self.generations.vote(state.committed, Ballot(checksum=checksum(held))).differs:
             self.generations.settle_difference(state.committed, held, range(world.size))
         with state.modes.to_copy(is_last=True):
+            self.work.require_kept()  # a value of the last step: no step after it finds it
             self.checkpointing.publish_last(world, self._vote_on_checkpoint)
         self.account.finish(world, self.stop_request.reason)
         if world.rank == 0:

@@ -51,7 +51,7 @@ HARMLESS = frozenset(
     "keep label labels layer loss map mask max metric min missing model module monitor msg n new "
     "newline next node num optim optimizer order output pad param partition patch path per pool "
     "position prefix primary prompt public query question rejected response reward row sample "
-    "sampling score sentence sep separator micro-batch slot sort source speaker special split "
+    "sampling score sentence sep separator shard slot sort source speaker special split "
     "start state step stop strip target task tensor test text time title tool total train "
     "unexpected unit unk unused val valid validation video vision vocab word".split())
 """Before `key` or `token`: a kind of them that is no secret."""
