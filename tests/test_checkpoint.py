@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +22,7 @@ from netlab import wait_for
 from simulated import Hub, Member
 from test_state import bytes_of, trained
 
-from elastic_trainer.config import Launch
-from elastic_trainer.events.log import Events as EventFile
 from elastic_trainer.events.schema import misfit
-from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
 from elastic_trainer.state.checkpoint import PARTS, Part, Plan, Share, parts_of
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog
@@ -41,7 +37,6 @@ from elastic_trainer.state.store import (
 )
 from elastic_trainer.state.stores import open_store
 from elastic_trainer.state.upload import LONGEST_REST_S, rest_s
-from elastic_trainer.training.timing import Timing
 
 SMALL = Plan(part_bytes=100)
 
@@ -1109,11 +1104,11 @@ def test_a_store_is_refused_when_it_ignores_the_condition(tmp_path: Path) -> Non
     assert not files(tmp_path, "probe")
 
 
-@pytest.mark.parametrize("change",
-                         [{"name": "../../etc/passwd"}, {"name": "log/0999999999999.json"},
-                          {"name": "/x"}, {"bytes": -1}, {"index": 7}])
-def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path, change: dict[str,
-                                                                                    Any]) -> None:
+@pytest.mark.parametrize("change", [
+    {"name": "../../etc/passwd"}, {"name": "log/0999999999999.json"}, {"name": "/x"}, {"bytes": -1},
+    {"index": 7}])
+def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path,
+                                                       change: dict[str, Any]) -> None:
     """A name from a record never leads out of the parts' folder."""
     begun(tmp_path).checkpoint()
     record = CommitLog(FolderStore(tmp_path)).tail()
@@ -1121,82 +1116,6 @@ def test_a_record_is_refused_when_its_parts_do_not_fit(tmp_path: Path, change: d
     record.body["parts"][1] |= change
     with pytest.raises(ValueError, match="parts"):
         parts_of(record)
-
-
-# --- when -----------------------------------------------------------------------------------------
-
-
-@given(cost_s=st.floats(1e-4, 100), every_s=st.floats(10, 1e6))
-def test_the_interval_loses_less_than_its_neighbours(cost_s: float, every_s: float) -> None:
-    """Daly's interval is close to the best one of his own model of the loss."""
-    def lost(interval: float) -> float:
-        return cost_s / interval + (interval + cost_s) / (2 * every_s)
-
-    best = best_interval_s(cost_s, every_s)
-    assert best > 0
-    if cost_s < every_s / 50:
-        assert lost(best) <= 1.1 * min(lost(best * factor) for factor in (0.25, 0.5, 2.0, 4.0))
-
-
-@given(st.floats(1e-4, 50), st.integers(0, 100), st.floats(0, 1e6))
-def test_auto_costs_no_more_than_its_share(cost_s: float, losses: int, observed_s: float) -> None:
-    """However many losses there are, checkpoints take at most 1 % of the time; more losses never
-    mean fewer of them."""
-    every = Cadence()
-    interval = every.interval_s(cost_s=cost_s, losses=losses, observed_s=observed_s, step_s=1.0)
-    assert cost_s / interval <= 0.01 + 1e-9
-    assert every.interval_s(cost_s=cost_s, losses=losses + 1, observed_s=observed_s,
-                            step_s=1.0) <= interval * (1 + 1e-9)
-    assert loss_every_s(losses + 1, observed_s) < loss_every_s(losses, observed_s)
-
-
-def test_a_checkpoint_costs_no_less_than_its_pause() -> None:
-    """Also where steps beside an upload happened to be the faster ones, or are the only ones there
-    were."""
-    for alone in ((), (0.1,)):
-        timing = Timing(Cadence(), Launch(), EventFile(None))
-        for seconds in alone:
-            timing.step(seconds, False)
-        for _ in range(2):
-            timing.begun(0, 0.3)
-            timing.step(0.05, True)
-        assert timing.cost_s() == 0.3
-
-
-@pytest.mark.parametrize(
-    ("every", "pause_s", "lost", "failures", "due_s"),
-    [
-        (Cadence(seconds=30.0), 9.0, 0, 0, 30),
-        (Cadence(steps=40), 9.0, 0, 0, 40),
-        (Cadence(), 0.5, 10**4, 0, 50),
-        (Cadence(), 1.0, 10**4, 0, 100),
-        (Cadence(share=0.1), 1.0, 10**4, 0, 10),
-        (Cadence(), 0.5, 0, 0, 61),  # the root of 2 x 0.5 x 3600 and a bit
-        (Cadence(seconds=30.0), 0.5, 0, 1, 2),
-        (Cadence(steps=40), 0.5, 0, 3, 8),
-        (Cadence(), 0.5, 0, 100, 60), (Cadence(steps=0), 0.5, 10**4, 0, 1000),
-        (Cadence(steps=0), 0.5, 10**4, 3, 1000)
-    ])
-def test_a_checkpoint_is_due_when_it_pays(monkeypatch: pytest.MonkeyPatch, every: Cadence,
-                                          pause_s: float, lost: int, failures: int,
-                                          due_s: int) -> None:
-    """It is due by the interval of the user, or by its cost and the rate of losses; sooner after a
-    failure."""
-    now = [1000.0]
-    monkeypatch.setattr("elastic_trainer.training.timing.time",
-                        SimpleNamespace(monotonic=lambda: now[0]))
-    timing = Timing(every, Launch(lost_attempts=lost), EventFile(None))
-    timing.begun(0, pause_s)
-    step = 0
-    while step < 1000:
-        step, now[0] = step + 1, now[0] + 1.0
-        timing.step(1.0, False)
-        timing.tick(step, 0, None)
-        # A question changes nothing.
-        assert timing.is_due(step, failures) == timing.is_due(step, failures)
-        if timing.is_due(step, failures):
-            break
-    assert step == due_s
 
 
 def test_an_attempt_that_trained_and_left_without_a_result_is_a_loss() -> None:
@@ -1209,55 +1128,6 @@ def test_an_attempt_that_trained_and_left_without_a_result_is_a_loss() -> None:
                                             (5, "failed"))]
     assert past_of(events).lost_attempts == 2  # 1 and 4
     assert past_of([]).lost_attempts == 0
-
-
-@pytest.mark.parametrize(("text", "cadence"), [(50, Cadence(steps=50)), ("50", Cadence(steps=50)),
-                                               ("auto", Cadence()), ("30s", Cadence(seconds=30.0)),
-                                               ("0.5s", Cadence(seconds=0.5)),
-                                               ("0.5%", Cadence(share=0.005)),
-                                               ("10%", Cadence(share=0.1)),
-                                               (0, Cadence(steps=0)), ("0", Cadence(steps=0)),
-                                               (None, Cadence(steps=0))])
-def test_a_cadence_is_steps_seconds_or_auto(text: Any, cadence: Cadence) -> None:
-    """What the user writes: a share of the time is auto for at most that."""
-    assert Cadence.parse(text) == cadence == Cadence.parse(str(cadence))
-
-
-@pytest.mark.parametrize("text", [
-    -1, "0s", "often", "", "s", 1.5, "0%", "101%", "%", False, True, 0.0, "-0", "00", "none",
-    "None", "never"])
-def test_a_cadence_is_refused_when_it_is_none_of_them(text: Any) -> None:
-    """The error names what works."""
-    with pytest.raises(ValueError, match="auto"):
-        Cadence.parse(text)
-
-
-@given(st.lists(st.integers(1, 500), unique=True, min_size=1), st.integers(1, 5),
-       st.integers(0, 100))
-def test_retention_is_the_same_one_by_one_or_at_once(steps: list[int], keep_last: int,
-                                                     keep_every: int) -> None:
-    """A checkpoint that was kept as an n-th stays, and one that was let go is never missed."""
-    kept: set[int] = set()
-    for step in sorted(steps):
-        kept = retained([*kept, step], keep_last, keep_every)
-        assert step in kept
-    assert kept == retained(steps, keep_last, keep_every)
-
-
-@given(st.lists(st.integers(1, 60), min_size=1), st.integers(1, 3), st.integers(1, 100))
-def test_one_checkpoint_that_was_compared_stays(pauses: list[int], keep_last: int,
-                                                after: int) -> None:
-    """From the first one that is old enough on, there is one to go back to. It is at most as old as
-    two rounds and two checkpoints."""
-    kept, step, published = set[int](), 0, list[int]()
-    for pause in pauses:
-        step += pause
-        published.append(step)
-        kept = retained([*kept, step], keep_last, 0, after)
-        if published[0] <= step - after:
-            assert max(old for old in kept
-                       if old <= step - after) > step - 2 * after - 2 * max(pauses)
-    assert len(kept) <= keep_last + 2
 
 
 def test_what_was_withdrawn_is_restored_by_no_attempt(tmp_path: Path) -> None:
