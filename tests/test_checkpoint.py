@@ -411,7 +411,7 @@ def test_keeps_the_last_and_every_nth(tmp_path: Path, keep_every: int) -> None:
 
 
 def test_unchanged_parts_are_not_uploaded_again(tmp_path: Path) -> None:
-    """A frozen part is named again; rubbish collection knows that an old step's part is still
+    """A frozen part is named again; the publisher knows that an old step's part is still
     needed."""
     fleet = begun(tmp_path, 2, Plan(part_bytes=64, keep_last=1), steps=0, optimizer="SGD", width=64)
     for _ in range(4):
@@ -632,7 +632,7 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(
         assert reader.restore() == [3, 3, 3]
 
 
-def test_a_checkpoint_stands_when_its_rubbish_cannot_be_deleted(tmp_path: Path) -> None:
+def test_a_checkpoint_stands_when_its_unreferenced_parts_cannot_be_deleted(tmp_path: Path) -> None:
     """No permission to delete (a retention lock, a policy without s3:DeleteObject) is not a failed
     checkpoint: the next one is not due at once. The store is proved all the same."""
     fleet = begun(tmp_path, 1, Plan(part_bytes=100, keep_last=1))

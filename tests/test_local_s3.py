@@ -157,7 +157,7 @@ def test_a_signature_holds_for_what_was_signed() -> None:
     assert asked("GET", path, headers | {"X-Amz-Date": "20200101T000000Z"}).status == 403
 
 
-def test_another_user_finds_no_door(data: Path) -> None:
+def test_another_user_gets_nothing(data: Path) -> None:
     """One socket, on loopback; no credential where other users can look; its files are its user's
     alone; and it was not given what else is in the user's environment.
     """

@@ -181,8 +181,8 @@ def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(
 
 
 @pytest.mark.parametrize("kind", ["slow_down", "reset"])
-def test_rubbish_goes_when_a_fault_meets_its_deletion(proxy: FaultyProxy, url: str,
-                                                      kind: str) -> None:
+def test_unreferenced_parts_go_when_a_fault_meets_their_deletion(proxy: FaultyProxy, url: str,
+                                                                 kind: str) -> None:
     """A deletion is retried as any request is."""
     writers = begun(url, 2, Plan(part_bytes=100, keep_last=1))
     writers.checkpoint()
@@ -264,8 +264,8 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
     writers = begun(url, 2)
     for _ in range(2):
         make_another(writers)
-    rubbish = f"{PARTS}/000000000001-000000000002/000000-x.bin"
-    open_store(url).put(rubbish, b"x")
+    unreferenced = f"{PARTS}/000000000001-000000000002/000000-x.bin"
+    open_store(url).put(unreferenced, b"x")
     output = tmp_path / "model.safetensors"
     import s3fs  # here: each process of the tests imports this file
 
@@ -279,7 +279,7 @@ def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
     assert [line.split()[0] for line in printed[0].splitlines()[1:]] == ["4", "5"]
     assert json.loads(printed[1])["step"] == 4
     assert printed[2].count("whole: step") == 2
-    assert "deleted 1 parts" in printed[3] and rubbish not in open_store(url).list(PARTS)
+    assert "deleted 1 parts" in printed[3] and unreferenced not in open_store(url).list(PARTS)
     exported = load_file(output)
     assert exported.keys() == writers.states[0].model.state_dict().keys()
     # Not the bytes: safetensors writes the metadata in an order of chance.
