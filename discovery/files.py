@@ -1,7 +1,4 @@
-"""The files that discovery writes: whole, or one line at a time.
-
-poller, group → here → hosts file, table, memory, the run's event log
-"""
+"""The lines that discovery writes into the run's event log."""
 
 from __future__ import annotations
 
@@ -24,10 +21,3 @@ def append_event(file: Path | None, event: str, **facts: Any) -> None:
     with open(file, "ab", buffering=0, opener=modes.private) as log:
         log.write(line.encode())
 
-
-def replace_whole(path: Path, text: str, at: float | None = None) -> None:
-    """Replace a file so that every reader sees the old text or the new one. Raises OSError.
-
-    `at` is the file's time, by default now.
-    """
-    modes.replace_whole(path, text, opener=None, at=at)

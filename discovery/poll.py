@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.discovery.files import append_event, replace_whole
+from elastic_trainer.discovery.files import append_event
 from elastic_trainer.discovery.hosts import (
     DOUBTED,
     HELD,
@@ -57,6 +57,7 @@ from elastic_trainer.discovery.place_protocol import (
     report,
 )
 from elastic_trainer.discovery.questions import Agents, CloudQuestion
+from elastic_trainer.host.modes import replace_whole
 from elastic_trainer.wire.plain import plain_text
 
 AGENTS_S = 1.0
@@ -279,7 +280,7 @@ class Poller:
 
     def _write(self, path: Path, text: str, at: float | None = None) -> bool:
         try:
-            replace_whole(path, text, at)
+            replace_whole(path, text, opener=None, at=at)
             return True
         except OSError as error:
             self._complain(f"{path} cannot be written. The poller tries again every second: "

@@ -92,6 +92,19 @@ def checking(append_event: Callable[..., None], misfits: list[str]) -> Callable[
 
 
 @pytest.fixture
+def instead_of_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put a shell script of this text first on the path, under the name `ssh`."""
+    def put(text: str) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir()
+        (folder / "ssh").write_text(f"#!/bin/sh\n{text}\n")
+        (folder / "ssh").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    return put
+
+
+@pytest.fixture
 def made_up_events() -> None:
     """Let a test emit events that are not declared."""
 

@@ -468,10 +468,7 @@ class Fleet(Cluster):
 
     def start(self) -> None:
         """Start the run on the coordinator, or resume it."""
-        self.process = self.lab.start(COORDINATOR,
-                                      self.command,
-                                      env=self.env,
-                                      cwd=self.folder,
+        self.process = self.lab.start(COORDINATOR, self.command, env=self.env, cwd=self.folder,
                                       stdout=open(self.folder / "output.log", "ab"),
                                       stderr=subprocess.STDOUT)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 from metadata_server import MetadataServer
-from netlab import wait_for
+from waiting import until, wait_for
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.discovery.agent import AgentServer
@@ -45,14 +45,6 @@ ROOT = Path(__file__).resolve().parent.parent
 KEY = b"k" * 32
 PATIENCE_S = 60.0
 Make = Callable[..., tuple[Agent, str]]
-
-
-def until(is_so: Callable[[], Any]) -> None:
-    """Wait for a fact."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture

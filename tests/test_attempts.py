@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import pytest
 from folds import past_of, status_of
 from hypothesis import given
 from hypothesis import strategies as st
-from netlab import wait_for
 from test_malformed import MALFORMED
+from waiting import wait_for
 
 from elastic_trainer.config import (
     EXIT_FINISHED,
@@ -164,15 +164,8 @@ def test_another_runs_worker_is_left_alone_when_it_has_the_same_name_and_pid(
     hosts' names."""
     monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
     diary = Events(tmp_path / "run", attempt=1)
-    diary.emit("driver.worker_started",
-               worker="a/0/1",
-               host="a",
-               pid=worker.pid,
-               over_ssh=False,
-               slot=0)
-    with open(tmp_path / "output", "wb") as output:
-        supervise(tmp_path / "run", ONE_HOST, script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {},
-                  output)
+    started(diary, "a", worker.pid, over_ssh=False)
+    supervised(tmp_path, user_error(tmp_path))
     assert worker.poll() is None
 
 
@@ -198,14 +191,29 @@ def script(folder: Path, text: str) -> list[str]:
     return [sys.executable, str(folder / "script.py")]
 
 
+def user_error(folder: Path) -> list[str]:
+    """Write a script that ends with the user's error at once."""
+    return script(folder, f"sys.exit({EXIT_USER_ERROR})")
+
+
+def started(diary: Events, host: str, pid: int, *, over_ssh: bool) -> None:
+    """Log that an earlier driver has started a worker."""
+    diary.emit("driver.worker_started", worker=f"{host}/0/1", host=host, pid=pid,
+               over_ssh=over_ssh, slot=0)
+
+
 ONE_HOST = ["-np", "1", "--host-discovery-script", "echo localhost:1"]
+
+
+def supervised(folder: Path, command: list[str], horovodrun: list[str] = ONE_HOST) -> int:
+    """Supervise the run folder/run, whose output is in folder/output; return the exit code."""
+    with open(folder / "output", "ab") as output:
+        return supervise(folder / "run", horovodrun, command, {}, output)
 
 
 def test_the_users_error_ends_the_run_when_its_script_fails(tmp_path: Path, signals: None) -> None:
     """One attempt, no second one, its exit code, and the event log says so."""
-    command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
-    with open(tmp_path / "output", "wb") as output:
-        assert supervise(tmp_path / "run", ONE_HOST, command, {"a": 1}, output) == EXIT_USER_ERROR
+    assert supervised(tmp_path, user_error(tmp_path)) == EXIT_USER_ERROR
     logged = [e for e in read_events(tmp_path / "run") if not e["event"].startswith("driver.")]
     assert [(e["event"], e["attempt"]) for e in logged] == [
         ("run.started", 1), ("attempt.started", 1), ("attempt.ended", 1)]
@@ -219,9 +227,7 @@ def test_a_run_starts_when_its_event_log_holds_malformed_events(tmp_path: Path,
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "events.jsonl").write_text("".join(f"{line}\n"
                                                            for line in MALFORMED.values()))
-    with open(tmp_path / "output", "wb") as output:
-        command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
-        assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_USER_ERROR
+    assert supervised(tmp_path, user_error(tmp_path)) == EXIT_USER_ERROR
     logged = [e["event"] for e in read_events(tmp_path / "run")]
     assert logged[:2] == ["run.started", "attempt.started"] and logged[-1] == "attempt.ended"
     assert json.loads(
@@ -237,8 +243,7 @@ def test_a_run_resumes_when_a_segment_of_its_event_log_is_damaged(
         events.emit("attempt.started", attempt=attempt)
     compress(folder, late_s=0.0)
     os.truncate(segments(folder)[1], 12)
-    command = script(tmp_path, f"sys.exit({EXIT_USER_ERROR})")
-    assert supervise(folder, ONE_HOST, command, {}) == EXIT_USER_ERROR
+    assert supervise(folder, ONE_HOST, user_error(tmp_path), {}) == EXIT_USER_ERROR
     started = [e["attempt"] for e in read_events(folder) if e["event"] == "attempt.started"]
     assert started[-1] == 9
     said = capfd.readouterr().err
@@ -308,8 +313,7 @@ def test_the_users_exception_ends_a_run_that_never_trained_when_no_worker_stands
     command = [
         "sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *script(tmp_path, started + RAISES)
     ]
-    with open(tmp_path / "output", "wb") as output:
-        code = supervise(tmp_path / "run", ONE_HOST, command, {}, output)
+    code = supervised(tmp_path, command)
     gone = [e for e in read_events(tmp_path / "run") if e["event"] == "driver.worker_gone"]
     assert (gone[0]["exit_code"], gone[0]["reason"]) == (EXIT_USER_ERROR, "boot_failed")
     assert code == (EXIT_INTERRUPTED if has_trained else EXIT_USER_ERROR)
@@ -326,9 +330,8 @@ def test_a_run_goes_on_counting_when_it_is_started_again(tmp_path: Path, signals
                                ".write(os.environ['ELASTIC_TRAINER_KEY'])\n"
                                f"sys.exit({EXIT_USER_ERROR})")
     command = ["sh", "-c", f'cd "{tmp_path}" && exec "$0" "$@"', *command]
-    with open(tmp_path / "output", "wb") as output:
-        for _ in range(2):
-            supervise(tmp_path / "run", ONE_HOST, command, {}, output)
+    for _ in range(2):
+        supervised(tmp_path, command)
     keys = [(tmp_path / f"key-{attempt}").read_text() for attempt in (1, 2)]
     assert len({*keys}) == 2 and all(len(bytes.fromhex(key)) == 32 for key in keys)
     diary = (tmp_path / "run" / "events.jsonl").read_text() + (tmp_path / "output").read_text()
@@ -344,8 +347,7 @@ def touches_nothing():
     ctypes.string_at(0)
 touches_nothing()""")
     two = ["-np", "2", "--host-discovery-script", "echo localhost:1; echo 127.0.0.2:1"]
-    with open(tmp_path / "output", "wb") as output:
-        assert supervise(tmp_path / "run", two, command, {}, output) == EXIT_USER_ERROR
+    assert supervised(tmp_path, command, two) == EXIT_USER_ERROR
     logged = read_events(tmp_path / "run")
     gone = [e for e in logged if e["event"] == "driver.worker_gone"]
     assert len(gone) == 4 and all("touches_nothing" in e["died_in"] for e in gone)
@@ -361,16 +363,14 @@ open({str(tmp_path / 'told')!r}, "a").write(os.environ["ELASTIC_TRAINER_HAD_HOST
 if os.environ["ELASTIC_TRAINER_ATTEMPT"] == "1":
     os.kill(os.getppid(), 9)
 sys.exit({EXIT_USER_ERROR})""")
-    with open(tmp_path / "output", "wb") as output:
-        supervise(tmp_path / "run", ONE_HOST, command, {}, output)
+    supervised(tmp_path, command)
     assert (tmp_path / "told").read_text() == "01"
 
 
 def test_a_bad_command_is_not_tried_again(tmp_path: Path, signals: None) -> None:
     """horovodrun's own refusal is the user's to mend."""
-    with open(tmp_path / "output", "wb") as output:
-        code = supervise(tmp_path / "run", [*ONE_HOST, "--min-np", "many"], ["true"], {}, output)
-    assert code == EXIT_BAD_COMMAND
+    many = [*ONE_HOST, "--min-np", "many"]
+    assert supervised(tmp_path, ["true"], many) == EXIT_BAD_COMMAND
     assert "--min-np" in (tmp_path / "output").read_text()
     assert len([e for e in read_events(tmp_path / "run") if e["event"] == "attempt.started"]) == 1
 
@@ -379,8 +379,7 @@ def test_the_run_is_interrupted_when_it_is_asked_to_stop(tmp_path: Path, signals
     """A stop from outside is passed on to the workers, and no attempt follows."""
     command = script(tmp_path,
                      f"import signal\nos.kill({os.getpid()}, signal.SIGTERM)\nsignal.pause()")
-    with open(tmp_path / "output", "wb") as output:
-        assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_INTERRUPTED
+    assert supervised(tmp_path, command) == EXIT_INTERRUPTED
     logged = read_events(tmp_path / "run")
     assert [e["verdict"] for e in logged if e["event"] == "attempt.ended"] == ["interrupted"]
     started = [e for e in logged if e["event"] == "driver.worker_started"]
@@ -400,8 +399,7 @@ if os.environ["ELASTIC_TRAINER_ATTEMPT"] == "1":
 else:
     os.path.exists({str(gone)!r}) or open({str(early)!r}, "w")
     sys.exit({EXIT_USER_ERROR})""")
-    with open(tmp_path / "output", "wb") as output:
-        assert supervise(tmp_path / "run", ONE_HOST, command, {}, output) == EXIT_USER_ERROR
+    assert supervised(tmp_path, command) == EXIT_USER_ERROR
     ended = [e["exit_code"] for e in read_events(tmp_path / "run") if e["event"] == "attempt.ended"]
     assert ended == [-signal.SIGKILL, EXIT_USER_ERROR]
     assert gone.exists() and not early.exists()
@@ -414,9 +412,7 @@ def test_a_supervisor_that_gives_up_logs_it(
         tmp_path: Path, signals: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last attempt without progress. So `watch` and the export of spans end."""
     monkeypatch.setattr("elastic_trainer.driver.supervisor.MAX_BACK_OFF_S", 0.01)
-    with open(tmp_path / "output", "wb") as output:
-        assert supervise(tmp_path / "run", ONE_HOST, script(tmp_path, KILLS_ITS_DRIVER), {},
-                         output) == 1
+    assert supervised(tmp_path, script(tmp_path, KILLS_ITS_DRIVER)) == 1
     logged = read_events(tmp_path / "run")
     ended = [e["verdict"] for e in logged if e["event"] == "attempt.ended"]
     assert ended == ["failed"] * MAX_ATTEMPTS_WITHOUT_PROGRESS
@@ -437,9 +433,7 @@ def test_a_stop_between_two_attempts_is_logged(
 
     thread = threading.Thread(target=stop)
     thread.start()
-    with open(tmp_path / "output", "wb") as output:
-        assert supervise(run_dir, ONE_HOST, script(tmp_path, KILLS_ITS_DRIVER), {},
-                         output) == EXIT_INTERRUPTED
+    assert supervised(tmp_path, script(tmp_path, KILLS_ITS_DRIVER)) == EXIT_INTERRUPTED
     thread.join()
     logged = read_events(run_dir)
     assert [e["event"] for e in logged][-2:] == ["attempt.ended", "run.stopped"]
@@ -470,51 +464,32 @@ def test_the_next_attempt_waits_for_a_worker_that_its_driver_had_just_started(
     diary = Events(run_dir, attempt=1)
     diary.emit("attempt.started")
     if known:
-        diary.emit("driver.worker_started",
-                   worker="far/0/1",
-                   host="localhost",
-                   pid=left.pid,
-                   over_ssh=False,
-                   slot=0)
+        started(diary, "far", left.pid, over_ssh=False)
     command = script(
         tmp_path,
         f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
         f"sys.exit({EXIT_USER_ERROR})")
-    with open(tmp_path / "output", "wb") as output:
-        assert supervise(run_dir, ONE_HOST, command, {}, output) == EXIT_USER_ERROR
+    assert supervised(tmp_path, command) == EXIT_USER_ERROR
     assert left.poll() == 0, "it was killed before it could leave by itself"
     assert not (tmp_path / "early").exists()
 
 
 def test_the_next_attempt_waits_for_workers_on_other_hosts_when_the_coordinator_was_lost(
-        tmp_path: Path, signals: None, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path: Path, signals: None, turn: None, instead_of_ssh: Callable[[str], None]) -> None:
     """Nobody here knows whether they live: each host is asked, over the ssh that horovodrun was
     given."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").write_text(f"""#!/bin/sh
-echo "$@" >> {tmp_path}/asked
-for last; do :; done
-exec sh -c "$last"
-""")
-    (tmp_path / "bin" / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    instead_of_ssh(f'echo "$@" >> {tmp_path}/asked\nfor last; do :; done\nexec sh -c "$last"')
     run_dir = (tmp_path / "run").resolve()
     diary = Events(run_dir, attempt=1)
     for host in ("far", "also"):
-        diary.emit("driver.worker_started",
-                   worker=f"{host}/0/1",
-                   host=host,
-                   pid=2**22 + 1,
-                   over_ssh=True,
-                   slot=0)
+        started(diary, host, 2**22 + 1, over_ssh=True)
     diary.emit("driver.worker_gone", worker="also/0/1", host="also")
     left = orphan(run_dir, 5.0)
     command = script(
         tmp_path,
         f"os.path.exists('/proc/{left.pid}/cwd') and open({str(tmp_path / 'early')!r}, 'w')\n"
         f"sys.exit({EXIT_USER_ERROR})")
-    with open(tmp_path / "output", "wb") as output:
-        assert supervise(run_dir, [*ONE_HOST, "-p", "2222"], command, {}, output) == EXIT_USER_ERROR
+    assert supervised(tmp_path, command, [*ONE_HOST, "-p", "2222"]) == EXIT_USER_ERROR
     (asked,) = (tmp_path / "asked").read_text().splitlines()
     assert " -p 2222 -- far " in asked and asked.endswith(f"end {run_dir}")
     assert not (tmp_path / "early").exists()
@@ -522,28 +497,17 @@ exec sh -c "$last"
 
 
 def test_the_next_attempt_begins_when_an_ssh_to_an_orphans_host_never_returns(
-        tmp_path: Path, signals: None, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path: Path, signals: None, turn: None, monkeypatch: pytest.MonkeyPatch,
+        instead_of_ssh: Callable[[str], None]) -> None:
     """All hosts are asked at once and have one deadline together; whom we have not reached is told,
     with the reason."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").write_text("""#!/bin/sh
-case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exit 255;; esac
-""")
-    (tmp_path / "bin" / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    instead_of_ssh("case \"$*\" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; "
+                   "*gone*) exit 255;; esac")
     monkeypatch.setattr("elastic_trainer.driver.past.ELSEWHERE_S", 0.5)
     diary = Events(tmp_path / "run", attempt=1)
     for host in ("mute", "deaf", "gone", "there"):
-        diary.emit("driver.worker_started",
-                   worker=f"{host}/0/1",
-                   host=host,
-                   pid=2**22 + 1,
-                   over_ssh=True,
-                   slot=0)
-    with open(tmp_path / "output", "wb") as output:
-        code = supervise(tmp_path / "run", ONE_HOST,
-                         script(tmp_path, f"sys.exit({EXIT_USER_ERROR})"), {}, output)
-    assert code == EXIT_USER_ERROR
+        started(diary, host, 2**22 + 1, over_ssh=True)
+    assert supervised(tmp_path, user_error(tmp_path)) == EXIT_USER_ERROR
     logged = {
         e["host"]: e["reason"]
         for e in read_events(tmp_path / "run") if e["event"] == "run.host_not_reached"
@@ -552,12 +516,10 @@ case "$*" in *mute*) sleep 1000;; *deaf*) trap '' TERM; sleep 1000;; *gone*) exi
     assert "has not returned" in logged["mute"] and "255" in logged["gone"]
 
 
-def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(
-        tmp_path: Path, turn: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_ended_on_a_host_when_its_workers_do_not_leave(tmp_path: Path, turn: None) -> None:
     """After their grace they are killed, and no other run's."""
-    monkeypatch.setattr(remote, "ORPHANS_S", 0.1)
     mine, others = orphan(tmp_path / "mine", 1000), orphan(tmp_path / "others", 1000)
-    remote.end_run(str(tmp_path / "mine"))
+    remote.end_run(str(tmp_path / "mine"), grace_s=0.1)
     assert mine.wait(60) == -signal.SIGKILL
     assert others.poll() is None
     others.kill()

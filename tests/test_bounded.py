@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import is_running
-from netlab import wait_for
+from waiting import wait_for
 
 BENCH = """
 import subprocess, sys, time

@@ -18,9 +18,9 @@ import torch
 from folds import past_of
 from hypothesis import given
 from hypothesis import strategies as st
-from netlab import wait_for
 from simulated import Hub, Member
 from test_state import bytes_of, trained
+from waiting import wait_for
 
 from elastic_trainer.events.schema import misfit
 from elastic_trainer.state.checkpoint import PARTS, Part, Plan, Share, parts_of

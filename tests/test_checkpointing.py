@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from netlab import wait_for
 from simulated import Hub, Member
 from test_checkpoint import Faulty, Fleet, files
+from waiting import wait_for
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events

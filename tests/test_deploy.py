@@ -57,13 +57,29 @@ WRONG = WRONG_OF_BUCKET | {
 BY_WHICH_OTHERS_ARE_MEASURED = {"workers": 0, "admin_public_key": "AAAA"}
 
 
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="starts programs as another user")
+
+
+def need(*programs: str) -> None:
+    """Skip the test when one of these is not on this machine."""
+    for program in programs:
+        if not shutil.which(program):
+            pytest.skip(f"{program} is not on this machine.")
+
+
+def executable(path: Path, text: str) -> None:
+    """Make a program that can be called."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
 # --- terraform ------------------------------------------------------------------------------------
 
 
 def test_terraform_is_formatted() -> None:
     """As `terraform fmt` would write it."""
-    if not shutil.which("terraform"):
-        pytest.skip("terraform is not on the PATH.")
+    need("terraform")
     done = subprocess.run(["terraform", "fmt", "-check", "-recursive", DEPLOY / "terraform"],
                           capture_output=True, text=True, env=os.environ
                           | {"CHECKPOINT_DISABLE": "1"})
@@ -93,8 +109,7 @@ def test_every_variable_is_typed_and_described_and_those_that_can_be_wrong_are_c
 def test_a_wrong_variable_is_refused_by_name(root: str, wrong: dict[str, Any],
                                              tmp_path: Path) -> None:
     """All of them at once, before anybody is asked for anything; right ones are taken."""
-    if not shutil.which("terraform"):
-        pytest.skip("terraform is not on the PATH.")
+    need("terraform")
     blocks = variables_of(root)
     (tmp_path / "variables.tf").write_text("".join(f'variable "{name}" {{\n{body}}}\n'
                                                    for name, body in blocks.items()))
@@ -225,6 +240,7 @@ def test_user_data_is_cloud_init_whatever_the_settings_hold(admin_key: str | Non
 
 SETTINGS = {"AWS_REGION": "us-east-1", "BUCKET": "b", "FLEET": "mine", "ROLE_ID": "AROA1",
             "PACKAGES": "zstd"}
+OF_A_RUN = {"BUCKET": "b", "NP": "4", "MIN_NP": "2"}
 COORDINATOR, WORKER = "i-0aaaaaaaaaaaaaaaa", "i-0bbbbbbbbbbbbbbbb"
 RECORD = """#!/bin/sh
 echo "$(basename "$0") $*" >>"$CALLS"
@@ -277,6 +293,8 @@ class Machine:
     def __init__(self, folder: Path, instance: str, trainer: str = "", **settings: str):
         self.trainer = trainer
         self.root, self.store = folder / instance, folder / "store"
+        self.kept = self.root / "var/lib/elastic-trainer"
+        self.run_dir, self.diary = self.kept / "runs/mine", self.store / "b/mine/diary"
         self.calls = folder / f"{instance}.calls"
         self.env = os.environ | {"CALLS": str(self.calls), "STORE": str(self.store),
                                  "TMPDIR": str(folder),
@@ -309,9 +327,7 @@ class Machine:
             "*) echo '2: ens5 inet 10.0.0.7/20 brd 10.0.0.255 scope global ens5';; esac\n")
 
     def program(self, name: str, text: str) -> None:
-        path = self.root / "bin" / name
-        path.write_text(text)
-        path.chmod(0o755)
+        executable(self.root / "bin" / name, text)
 
     def here(self, text: str) -> str:
         """Return a script or configuration as it must be for this machine: our folders, and us for
@@ -319,12 +335,12 @@ class Machine:
         text = re.sub(r"(?<![\w.}])/(etc|var|opt)/", rf"{self.root}/\1/", text)
         whoami, group = (subprocess.run(["id", f, *self.trainer.split()], capture_output=True,
                                         text=True).stdout.strip() for f in ("-un", "-gn"))
-        return (text.replace("-o trainer -g trainer", f"-o {whoami} -g {group}").replace(
-            "trainer:trainer", f"{whoami}:{group}").replace("-u trainer", f"-u {whoami}").replace(
-                "localuser trainer",
-                f"localuser {whoami}").replace("User trainer", f"User {whoami}").replace(
-                    "AllowUsers trainer",
-                    f"AllowUsers {whoami}").replace("keys/%u", "keys/trainer"))
+        for there, ours in (("-o trainer -g trainer", f"-o {whoami} -g {group}"),
+                            ("trainer:trainer", f"{whoami}:{group}"), ("keys/%u", "keys/trainer"),
+                            *((f"{word} trainer", f"{word} {whoami}")
+                              for word in ("-u", "localuser", "User", "AllowUsers"))):
+            text = text.replace(there, ours)
+        return text
 
     def boot(self, *words: str) -> None:
         script = self.root / "bin" / "elastic-boot"
@@ -343,7 +359,7 @@ class Machine:
         assert done.returncode == 0, done.stderr
 
     def train(self, **env: str) -> subprocess.CompletedProcess[str]:
-        """Run train.sh as the unit does."""
+        """Start the run, or the standbys, as the unit does."""
         return self.run("train.sh", AWS_REGION="us-east-1", FLEET="mine", HOME="/home/trainer",
                         **env)
 
@@ -355,6 +371,11 @@ class Machine:
 def fleet(tmp_path: Path) -> tuple[Machine, Machine]:
     """A coordinator and a worker, booted one after the other as user data boots them."""
     return booted(tmp_path)
+
+
+@pytest.fixture
+def coordinator(fleet: tuple[Machine, Machine]) -> Machine:
+    return fleet[0]
 
 
 INSTALL = """#!/bin/sh
@@ -383,9 +404,7 @@ def push_to(coordinator: Machine, folder: Path, install: str = INSTALL, **job: s
 
 
 def coordinator_in(folder: Path, trainer: str = "") -> Machine:
-    for tool in ("ssh-keygen", "openssl", "zstd"):
-        if not shutil.which(tool):
-            pytest.skip(f"{tool} is not on this machine.")
+    need("ssh-keygen", "openssl", "zstd")
     return Machine(folder, COORDINATOR, trainer, ROLE="coordinator", SOURCE="code.tar.gz",
                    WORKERS_ROLE_ID="AROA2", NP="4", MIN_NP="1", GROUP="mine-workers", SLOTS="2",
                    TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="")
@@ -503,7 +522,7 @@ def test_a_boot_without_code_names_the_remedy_in_the_bucket_and_gives_up(tmp_pat
     assert "cannot be fetched. For a coordinator, run deploy/push.sh b mine" in boot_log(machine)
     assert "This try has failed (exit code 1)" in boot_log(machine) and not list(
         (machine.root / "var/tmp").iterdir())
-    asked = machine.root / "var/lib/elastic-trainer/group.json"
+    asked = machine.kept / "group.json"
     asked.parent.mkdir()
     asked.write_text("{}")
     machine.calls.write_text("")
@@ -549,12 +568,12 @@ cp /bin/true "${0%/*}/mine" && chmod 6755 "${0%/*}/mine"
 """A Python whose pip builds a package: its code leaves a setuid file, and fails the first time."""
 
 
+@AS_ROOT
 def test_requirements_are_installed_by_trainer_and_root_runs_nothing_that_they_can_change(
         shared_folder: Path) -> None:
     """To build a package runs its code. Not at the next try either; and nothing in the release is
     setuid."""
-    if os.geteuid() or not shutil.which("runuser"):
-        pytest.skip("this test needs root, runuser and the user nobody.")
+    need("runuser")
     machine = coordinator_in(shared_folder, NOT_ROOT)
     machine.program("build", BUILD)
     install = INSTALL + f"""echo "$(id -un) installs" >>"$CALLS"
@@ -588,11 +607,11 @@ def test_the_workers_of_the_coordinator_before_go_and_others_come_last(
         "elastic-group.timer")
 
 
+@AS_ROOT
 def test_root_follows_no_symlink_that_trainer_has_made(shared_folder: Path) -> None:
     """Training code gains nothing at the next boot: nothing of root's has another owner, other
     text, or is new."""
-    if os.geteuid() or not shutil.which("runuser"):
-        pytest.skip("this test needs root, runuser and the user nobody.")
+    need("runuser")
     fleet = booted(shared_folder, NOT_ROOT)
     for machine in fleet:
         mine, kept, home = (machine.root / name
@@ -677,24 +696,21 @@ def test_a_known_host_key_stays_known_when_the_bucket_has_another(
 
 
 def test_the_workers_go_when_the_run_has_ended_and_stay_when_it_was_stopped(
-        fleet: tuple[Machine, Machine]) -> None:
+        coordinator: Machine) -> None:
     """Finished, or given up for good: the group is emptied. A stop, a reboot, a crash: only the
     diary goes."""
-    coordinator, _ = fleet
-    events = coordinator.root / "var/lib/elastic-trainer/runs/mine/events.jsonl"
-    events.write_text("{}\n")
-    ended = coordinator.root / "var/lib/elastic-trainer/ended"
+    (coordinator.run_dir / "events.jsonl").write_text("{}\n")
+    ended = coordinator.kept / "ended"
     coordinator.calls.write_text("")
     for status in ("130", "1", "70", "TERM"):
         coordinator.done("ended.sh", EXIT_STATUS=status)
         # Another coordinator would go on with it.
-        (coordinator.store / "b/mine/diary/events.jsonl").unlink()
+        (coordinator.diary / "events.jsonl").unlink()
     coordinator.done("events.sh")
     assert "set-desired-capacity" not in coordinator.called() and not ended.exists()
     coordinator.done("ended.sh", EXIT_STATUS="0")
     assert f"{EMPTIED} --desired-capacity 0" in coordinator.called()
-    assert ended.exists() and (coordinator.store /
-                               "b/mine/diary/events.jsonl").read_text() == "{}\n"
+    assert ended.exists() and (coordinator.diary / "events.jsonl").read_text() == "{}\n"
     # An `apply` has brought workers back, and the event log's timer comes by.
     coordinator.calls.write_text("")
     coordinator.done("events.sh")
@@ -710,10 +726,9 @@ fi
 
 
 def test_a_segment_that_is_sealed_under_the_upload_is_in_the_bucket_before_the_next_one(
-        fleet: tuple[Machine, Machine]) -> None:
+        coordinator: Machine) -> None:
     """So what is called the newest segment there is never the one after the next number."""
-    coordinator, _ = fleet
-    run_dir = coordinator.root / "var/lib/elastic-trainer/runs/mine"
+    run_dir = coordinator.run_dir
     (run_dir / "events-000001.jsonl").write_text("first\n")
     (run_dir / "events.jsonl").write_text("old\n")
     aws = coordinator.root / "bin" / "aws"
@@ -721,20 +736,17 @@ def test_a_segment_that_is_sealed_under_the_upload_is_in_the_bucket_before_the_n
     coordinator.program("aws", SEALING.replace("SEALED", f"{run_dir}/events-000002.jsonl").replace(
         "RUN", str(run_dir)).replace("AWS", f"{aws.with_name('real_aws')}"))
     coordinator.done("events.sh")
-    copied = coordinator.store / "b/mine/diary"
-    assert {path.name: path.read_text() for path in copied.iterdir()} == {
+    assert {path.name: path.read_text() for path in coordinator.diary.iterdir()} == {
         "events-000001.jsonl": "first\n", "events-000002.jsonl": "old\n", "events.jsonl": "new\n"}
     words = [line for line in coordinator.called().splitlines() if "events" in line]
     assert words[-1].endswith("s3://b/mine/diary/events.jsonl")
     assert "sent events-000002.jsonl" in words[:-1]
 
 
-def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine, Machine]) -> None:
+def test_a_sealed_segment_of_the_event_log_is_uploaded_once(coordinator: Machine) -> None:
     """The newest one goes each 15 s; what the next coordinator finds in the bucket is the whole
     log. Without a new segment the program is called for one copy."""
-    coordinator, _ = fleet
-    run_dir = coordinator.root / "var/lib/elastic-trainer/runs/mine"
-    copied = coordinator.store / "b/mine/diary"
+    run_dir, copied = coordinator.run_dir, coordinator.diary
     for text in ("one\n", "two\n", "three\n"):
         (run_dir / "events.jsonl").write_text(text)
         coordinator.done("events.sh")
@@ -753,12 +765,10 @@ def test_a_sealed_segment_of_the_event_log_is_uploaded_once(fleet: tuple[Machine
 
 
 def test_what_the_driver_knows_of_its_workers_is_copied_with_the_tables_by_one_call(
-        fleet: tuple[Machine, Machine]) -> None:
+        coordinator: Machine) -> None:
     """now.json goes as it is, and only while the driver has it. Another coordinator does not take
     over the file of a driver that is gone."""
-    coordinator, _ = fleet
-    kept = coordinator.root / "var/lib/elastic-trainer"
-    copied = coordinator.store / "b/mine/diary"
+    kept, copied = coordinator.kept, coordinator.diary
     files = {kept / "runs/mine/now.json": "1\n", kept / "runs/mine/result.json": "2\n",
              kept / "hosts.json": "3\n"}
     for path, text in files.items():
@@ -778,20 +788,17 @@ def test_what_the_driver_knows_of_its_workers_is_copied_with_the_tables_by_one_c
 def test_the_run_is_started_with_its_settings(fleet: tuple[Machine, Machine]) -> None:
     """Words of the command stay words; each worker puts in the name of its own interface."""
     coordinator, worker = fleet
-    (coordinator.root / "var/lib/elastic-trainer/hosts").touch()
+    (coordinator.kept / "hosts").touch()
 
     def started(machine: Machine, program: str, **env: str) -> tuple[list[str], list[str]]:
-        path = machine.root / "opt/elastic-trainer" / program
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text('#!/bin/bash\nprintf "%s\\n" "$@" --- "$PWD"; env\n')
-        path.chmod(0o755)
+        executable(machine.root / "opt/elastic-trainer" / program,
+                   '#!/bin/bash\nprintf "%s\\n" "$@" --- "$PWD"; env\n')
         done = machine.train(**env)
         words, _, place = done.stdout.replace(str(machine.root), "").partition("---\n")
         return words.splitlines(), sorted(line for line in place.splitlines()
                                           if not line.startswith(("SHLVL", "_=")))
 
-    words, place = started(coordinator, "horovodrun_elastic.sh", ROLE="coordinator", BUCKET="b",
-                           NP="4", MIN_NP="2")
+    words, place = started(coordinator, "horovodrun_elastic.sh", ROLE="coordinator", **OF_A_RUN)
     assert words[-3:] == ["python", "it's mine.py", "--x=${y}"]
     standby, there = started(worker, ".venv/bin/python", ROLE="worker", SLOTS="2")
     own = "/opt/elastic-trainer/elastic_trainer/host/own.py"
@@ -822,10 +829,8 @@ def with_secrets(machine: Machine, **parameters: str) -> None:
     aws = PARAMETERS.replace("CALLS", str(machine.calls)).replace("VALUE", shlex.quote(SECRET))
     machine.program("aws", aws)
     for folder in (root / ".venv/bin", machine.root / "bin"):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder /
-         "env").write_text(f'#!/bin/sh\necho "env $*" >>{machine.calls}\nexec /usr/bin/env "$@"\n')
-        (folder / "env").chmod(0o755)
+        executable(folder / "env",
+                   f'#!/bin/sh\necho "env $*" >>{machine.calls}\nexec /usr/bin/env "$@"\n')
 
 
 def test_a_secret_is_in_the_commands_variables_and_nowhere_else(
@@ -833,13 +838,11 @@ def test_a_secret_is_in_the_commands_variables_and_nowhere_else(
     """By its parameter's name; not on a command line, not in a file, not in a message."""
     for machine, role, program in zip(fleet, ("coordinator", "worker"),
                                       ("horovodrun_elastic.sh", ".venv/bin/python"), strict=True):
-        (machine.root / "var/lib/elastic-trainer/hosts").touch()
+        (machine.kept / "hosts").touch()
         with_secrets(machine, TOKEN="/mine/token")
-        path = machine.root / "opt/elastic-trainer" / program
-        path.write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n/usr/bin/env -0\n')
-        path.chmod(0o755)
-        done = machine.train(BUCKET="b", NP="4", MIN_NP="2", SLOTS="2", ROLE=role,
-                           OTHER="not passed on")
+        executable(machine.root / "opt/elastic-trainer" / program,
+                   '#!/bin/bash\nprintf "%s\\0" "$@"\n/usr/bin/env -0\n')
+        done = machine.train(SLOTS="2", ROLE=role, OTHER="not passed on", **OF_A_RUN)
         output = done.stdout.split("\0")
         assert {f"TOKEN={SECRET}", "MODE=${x}='y'", "it's mine.py"} <= set(output), done.stderr
         assert not any(word.startswith("OTHER=") for word in output)
@@ -849,13 +852,11 @@ def test_a_secret_is_in_the_commands_variables_and_nowhere_else(
                        if file.is_file() and file.name != "aws")
 
 
-def test_an_unreadable_secret_is_named_and_nothing_is_started(
-        fleet: tuple[Machine, Machine]) -> None:
+def test_an_unreadable_secret_is_named_and_nothing_is_started(coordinator: Machine) -> None:
     """The next start of the unit tries again, so many times as for any other fault."""
-    coordinator, _ = fleet
-    (coordinator.root / "var/lib/elastic-trainer/hosts").touch()
+    (coordinator.kept / "hosts").touch()
     with_secrets(coordinator, TOKEN="/mine/other")
-    done = coordinator.train(BUCKET="b", NP="4", MIN_NP="2", ROLE="coordinator")
+    done = coordinator.train(ROLE="coordinator", **OF_A_RUN)
     assert done.returncode == 1 and done.stdout == ""
     assert "the secret TOKEN cannot be read from the SSM parameter /mine/other in us-east-1." in (
         done.stderr)
@@ -916,8 +917,7 @@ def test_the_commands_that_help_to_choose_types_run(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text(json.dumps(ADVISOR))
     for name, body in (("curl", f"cat {tmp_path}/list.json"),
                        ("aws", f'printf "%s\\n" "$@" -- >>{tmp_path}/asked')):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
+        executable(tmp_path / name, f"#!/bin/sh\n{body}\n")
     done = subprocess.run(["bash", "-euc", commands], env=os.environ
                           | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True,
                           text=True)
@@ -943,8 +943,7 @@ def test_the_commands_that_help_to_choose_types_run(tmp_path: Path) -> None:
 
 def test_the_units_are_what_systemd_understands(tmp_path: Path) -> None:
     """`systemd-analyze verify`, with this tree in place of the machines' folders."""
-    if not shutil.which("systemd-analyze"):
-        pytest.skip("systemd-analyze is not on this machine.")
+    need("systemd-analyze")
     units = {path.name: path.read_text()
              for path in HOSTS.glob("elastic-*.[st]*")} | units_in_user_data()
     assert len(units) == 14
@@ -978,18 +977,16 @@ def pushed(folder: Path, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     """Run push.sh with a folder; what goes into the bucket lies in tmp_path/code.tar.gz."""
     if subprocess.run(["git", "-C", ROOT, "rev-parse"], capture_output=True).returncode:
         pytest.skip("this tree is no git clone.")
-    (tmp_path / "bin").mkdir(exist_ok=True)
-    aws = tmp_path / "bin" / "aws"
-    aws.write_text(f'#!/bin/sh\necho "$*" >{tmp_path}/said\ncat >{tmp_path}/code.tar.gz\n')
-    aws.chmod(0o755)
+    executable(tmp_path / "bin/aws",
+               f'#!/bin/sh\necho "$*" >{tmp_path}/said\ncat >{tmp_path}/code.tar.gz\n')
     env = os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     return subprocess.run([DEPLOY / "push.sh", "b", "mine", folder], env=env, capture_output=True,
                           text=True)
 
 
 def git(folder: Path, *words: str) -> None:
-    subprocess.run(["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@here",
-                    *words], check=True, capture_output=True)
+    subprocess.run(["git", "-C", folder, "-c", "user.name=me", "-c", "user.email=me@here", *words],
+                   check=True, capture_output=True)
 
 
 def test_push_sends_what_git_tracks_and_lists_what_it_leaves_out(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from botocore.stub import ANY, Stubber
 from folds import status_of
 from stories import STORY, event, write
+from waiting import until
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
@@ -165,14 +165,8 @@ def test_a_view_does_not_wait_for_prices_and_follows_them(stubs: Stubs) -> None:
     stubs.on_demand("9")
     stubs.refuse("ec2", "UnauthorizedOperation")
     stubs.may_answer.set()
-    wait_for(lambda: "ec2:DescribeSpotPriceHistory" in prices.trouble)
+    until(lambda: "ec2:DescribeSpotPriceHistory" in prices.trouble)
     assert shown() == {"1", "2", "9"}  # d is on demand
     stubs.spot(change(900.0, "1.5"), change(-4000.0, "2", OTHER))
-    wait_for(lambda: shown() == {"1.5", "2", "9"})
+    until(lambda: shown() == {"1.5", "2", "9"})
 
-
-def wait_for(is_so: Any) -> None:
-    deadline = time.monotonic() + 60.0
-    while not is_so():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from botocore.stub import ANY, Stubber
 from cloud import AWS
 from folds import status_of
 from rich.console import Console
+from test_poll import Story
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.discovery.hosts import Policy
@@ -42,7 +42,6 @@ from elastic_trainer.discovery.places.ec2_refusals import (
     quota_of,
     refusal_of,
 )
-from elastic_trainer.discovery.poll import Poller
 from elastic_trainer.views.watch import Watch, plain_line
 
 NOW = 1_800_000_000.0
@@ -319,60 +318,43 @@ def test_a_coordinator_that_may_not_ask_names_the_permission_that_it_needs(ec2: 
 
 # --- the poller, and what people see --------------------------------------------------------------
 
-class Story:
-    """A poller of an empty fleet, and the place: the test sets the group's supply."""
+class Refused(Story):
+    """A poller of an empty fleet: the test sets the group's supply."""
 
     def __init__(self, folder: Path):
-        self.folder, self.now = folder, 0.0
-        self.found: Supply | Exception = supply()
-        self.restart()
+        super().__init__(folder, 0, policy=Policy(settle_s=0.0), agent_port=None, interval_s=5.0)
 
-    def restart(self) -> None:
-        self.poller = Poller(self, self.folder / "hosts", Policy(settle_s=0.0),
-                             clock=lambda: self.now, patience_s=20.0,
-                             events_file=self.folder / "events.jsonl")
-
-    def instances(self) -> list[Any]:
-        return []
-
-    def supply(self) -> Supply:
-        if isinstance(self.found, Exception):
-            raise self.found
-        return self.found
-
-    def poll(self, found: Supply | Exception, times: int = 1) -> list[str]:
+    def polled(self, found: Supply | Exception, times: int = 1) -> list[str]:
         """Poll the place `times` times; returns the names of all events about refusals."""
-        self.found = found
-        with ThreadPoolExecutor(1) as pool:
-            for _ in range(times):
-                self.now += 10.0
-                self.poller.poll(pool)
-        return [event["event"].rpartition(".")[2] for event in self.events()]
+        self.cloud.found = found
+        for _ in range(times):
+            self.poll(10.0)
+        return [event["event"].rpartition(".")[2] for event in self.refusals()]
 
-    def events(self) -> list[dict[str, Any]]:
-        file = self.folder / "events.jsonl"
-        events = map(json.loads, file.read_text().splitlines()) if file.exists() else []
-        return [event for event in events if "launch_refus" in event["event"]]
+    def refusals(self) -> list[dict[str, Any]]:
+        return self.logged("launch_refused", "launch_refusal_ended")
 
     def shown(self, capsys: pytest.CaptureFixture[str]) -> str:
         """Return what `elastic-trainer hosts` prints, in one line."""
-        assert main(["hosts", str(self.folder / "hosts")]) == 0
+        assert main(["hosts", str(self.hosts)]) == 0
         return " ".join(capsys.readouterr().out.split())
 
 
 @pytest.fixture
-def story(tmp_path: Path) -> Story:
-    return Story(tmp_path)
+def story(tmp_path: Path) -> Iterator[Refused]:
+    story = Refused(tmp_path)
+    yield story
+    story.end()
 
 
 REFUSED = Supply(there=0, wanted=4, refusal=explain(NO_QUOTA, SHORTAGE))
 
 
 def test_a_refusal_is_in_the_event_log_the_table_and_watch_until_machines_come(
-        story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+        story: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     """With the quota's name, its code and the command; one event for it, one for its end."""
-    assert story.poll(REFUSED, times=5) == ["launch_refused"]
-    (event,) = story.events()
+    assert story.polled(REFUSED, times=5) == ["launch_refused"]
+    (event,) = story.refusals()
     assert event["quotas"] == ["L-34B43A08"] and (event["machines"], event["wanted"]) == (0, 4)
     shown = story.shown(capsys)
     for sentence in ("0 of 4 machines run. AWS refuses more:", "MaxSpotInstanceCountExceeded",
@@ -387,42 +369,42 @@ def test_a_refusal_is_in_the_event_log_the_table_and_watch_until_machines_come(
     shown_by.status = status
     console.print(shown_by.picture())
     assert console.export_text().count("AWS refuses machines (0 of 4 run)") == 2
-    assert story.poll(supply(there=4), times=5) == ["launch_refused", "launch_refusal_ended"]
-    status = status_of([event, story.events()[-1]], "mine")
+    assert story.polled(supply(there=4), times=5) == ["launch_refused", "launch_refusal_ended"]
+    status = status_of([event, story.refusals()[-1]], "mine")
     assert "refuses" not in plain_line(status) and "4 of 4" in status.recent[-1]
     assert "refuses" not in story.shown(capsys)
 
 
 def test_missing_machines_without_a_refusal_are_on_their_way(
-        story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+        story: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     """There is no event, and the table shows the number of missing machines."""
-    assert story.poll(supply(there=1), times=3) == []
+    assert story.polled(supply(there=1), times=3) == []
     assert "1 of 4 machines run. AWS has refused none" in story.shown(capsys)
 
 
-def test_a_new_poller_neither_logs_it_again_nor_forgets_its_end(story: Story) -> None:
+def test_a_new_poller_neither_logs_it_again_nor_forgets_its_end(story: Refused) -> None:
     """It takes over the earlier poller's memory."""
-    story.poll(REFUSED)
+    story.polled(REFUSED)
     story.restart()
-    assert story.poll(REFUSED) == ["launch_refused"]
+    assert story.polled(REFUSED) == ["launch_refused"]
     story.restart()
-    assert story.poll(supply(there=4)) == ["launch_refused", "launch_refusal_ended"]
+    assert story.polled(supply(there=4)) == ["launch_refused", "launch_refusal_ended"]
 
 
 def test_what_is_known_stands_while_the_group_does_not_answer(
-        story: Story, capfd: pytest.CaptureFixture[str]) -> None:
+        story: Refused, capfd: pytest.CaptureFixture[str]) -> None:
     """The list of machines is used. The poller prints once that the supply is unknown."""
-    story.poll(REFUSED)
-    assert story.poll(PlaceUnavailable("as planned"), times=3) == ["launch_refused"]
+    story.polled(REFUSED)
+    assert story.polled(PlaceUnavailable("as planned"), times=3) == ["launch_refused"]
     assert story.poller.question.failures == 0
     assert json.loads((story.folder / "hosts.json").read_text())["supply"]["refusal"]
     assert capfd.readouterr().err.count("as planned") == 1
 
 
 def test_an_image_s_name_in_brackets_and_control_characters_are_shown_as_they_are(
-        story: Story, capsys: pytest.CaptureFixture[str]) -> None:
+        story: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     """AWS's text is neither markup nor a terminal's control sequence."""
     says = "The image id '[ami-02c7e84c65fcfecee]' does not exist\x1b[2J"
-    story.poll(Supply(there=0, wanted=4, refusal=explain(says, SHORTAGE)))
+    story.polled(Supply(there=0, wanted=4, refusal=explain(says, SHORTAGE)))
     shown = story.shown(capsys)
     assert "'[ami-02c7e84c65fcfecee]'" in shown and "\x1b[2J" not in shown

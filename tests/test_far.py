@@ -24,6 +24,7 @@ from rich.console import Console
 from stories import write
 from test_terminal import log
 from test_verify import Story
+from waiting import until
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.now import MOST_BYTES, NOW_FILE, NowReader
@@ -289,15 +290,15 @@ def test_a_followed_run_gets_its_news_and_shows_when_the_bucket_does_not_answer(
         assert "kill -9" not in plain_line(shown.status, is_far=True) and shown.status.kill_command
         write(tmp_path / "run", log())
         bucket.upload(tmp_path / "run")
-        wait_for(lambda: shown._read() or shown.status.checkpoint is not None)
+        until(lambda: shown._read() or shown.status.checkpoint is not None)
         fault = proxy.fault("reset", times=10**6)
-        wait_for(lambda: "did not list its objects" in run.trouble)
+        until(lambda: "did not list its objects" in run.trouble)
         shown.console.print(view(shown, 2000.0))
         assert isinstance(shown.console.file, io.StringIO)
         assert "did not list its objects" in shown.console.file.getvalue()
         fault.times = 0
-        wait_for(lambda: not run.trouble)
-    wait_for(lambda: not run.folder.parent.exists())
+        until(lambda: not run.trouble)
+    until(lambda: not run.folder.parent.exists())
     assert f"{bucket.url} answers again." in capsys.readouterr().err
 
 
@@ -345,7 +346,7 @@ def test_lines_that_come_all_at_once_are_all_printed(tmp_path: Path) -> None:
     output = io.StringIO()
     watch = Watch(tmp_path, Console(file=output, width=200))
     watch.start()
-    wait_for(output.getvalue)
+    until(output.getvalue)
     assert output.getvalue().count("boots") < 5
     write(tmp_path, events)
     watch.stop()
@@ -391,12 +392,3 @@ def test_a_watch_that_is_terminated_leaves_no_copy_behind(tmp_path: Path, bucket
     watch.send_signal(signal.SIGTERM)
     assert watch.wait(WAIT_S) == 128 + signal.SIGTERM and not list(place.iterdir())
     timer.cancel()
-
-
-def wait_for(is_so: object) -> None:
-    """Wait until a function returns something true."""
-    assert callable(is_so)
-    deadline = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)

@@ -53,78 +53,82 @@ def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
         pytest.skip(str(error))
 
 
-def test_a_fleet_is_applied_and_found(cloud: Cloud) -> None:
-    """Spot workers that discovery lists, locked doors, no secret, no `*`."""
+@pytest.fixture
+def applied(cloud: Cloud) -> Cloud:
+    """The fleet, where terraform could apply it."""
     if cloud.why_not_terraform:
         pytest.skip(cloud.why_not_terraform)
-    fleet_is_as_wanted(cloud)
+    return cloud
+
+
+def policy_of(cloud: Cloud, role: str) -> dict[str, Any]:
+    """Return what a role of the fleet may do."""
+    policy = cloud.client("iam").get_role_policy(
+        RoleName=f"mine-us-east-1-{role}", PolicyName=role)["PolicyDocument"]
+    return dict(json.loads(policy) if isinstance(policy, str) else policy)
+
+
+def template_of(cloud: Cloud) -> dict[str, Any]:
+    """Return what the workers are launched from."""
+    (template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
+    (version,) = cloud.ec2.describe_launch_template_versions(
+        LaunchTemplateId=template["LaunchTemplateId"], Versions=["$Latest"]
+        )["LaunchTemplateVersions"]
+    return dict(version["LaunchTemplateData"])
+
+
+def test_a_fleet_is_applied_and_found(applied: Cloud) -> None:
+    """Spot workers that discovery lists, locked doors, no secret, no `*`."""
+    fleet_is_as_wanted(applied)
     for role in ("coordinator", "workers"):
-        policy = cloud.client("iam").get_role_policy(RoleName=f"mine-us-east-1-{role}",
-                                                     PolicyName=role)["PolicyDocument"]
-        nothing_is_open(policy, role)
-    no_secret_in(cloud.state())
+        nothing_is_open(policy_of(applied, role), role)
+    no_secret_in(applied.state())
 
 
 def test_no_machine_is_started_before_its_coordinator_can_use_it_and_none_stays_without_one(
-        cloud: Cloud) -> None:
+        applied: Cloud) -> None:
     """An apply starts the coordinator alone; its first order fills the group, behind an order of
     AWS's own to empty it."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    assert cloud.size_when_applied == 0 and cloud.group()["DesiredCapacity"] == 2
-    (switch, ) = cloud.scaling.describe_scheduled_actions(
+    assert applied.size_when_applied == 0 and applied.group()["DesiredCapacity"] == 2
+    (switch, ) = applied.scaling.describe_scheduled_actions(
         AutoScalingGroupName="mine-workers")["ScheduledUpdateGroupActions"]
     in_s = switch["StartTime"].timestamp() - time.time()
     assert switch["DesiredCapacity"] == 0 and LOST_S - 600 < in_s <= LOST_S
-    (version, ) = cloud.ec2.describe_launch_template_versions(
-        LaunchTemplateName=cloud.ec2.describe_launch_templates()["LaunchTemplates"][0]
-        ["LaunchTemplateName"],
-        Versions=["$Latest"])["LaunchTemplateVersions"]
-    assert version["LaunchTemplateData"]["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert template_of(applied)["InstanceInitiatedShutdownBehavior"] == "terminate"
 
 
-def test_an_apply_without_code_is_refused_with_the_command_that_puts_it_there(cloud: Cloud) -> None:
+def test_an_apply_without_code_is_refused_with_the_command_that_puts_it_there(
+        applied: Cloud) -> None:
     """Before a machine is rented that would have nothing to run."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    output = cloud.plan_refused_without_code()
+    output = applied.plan_refused_without_code()
     assert f"s3://{OPEN_BUCKET}/mine/code.tar.gz is not there" in output
     assert f"Run: deploy/push.sh {OPEN_BUCKET} mine" in output
 
 
-def test_the_coordinator_is_in_a_zone_that_offers_its_type(cloud: Cloud) -> None:
+def test_the_coordinator_is_in_a_zone_that_offers_its_type(applied: Cloud) -> None:
     """Not simply in the first one (us-east-1e has no m6i); where none does, the plan fails, with
     the zones that do."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    (coordinator, ) = (i for i in cloud.instances()
-                       if i["InstanceId"] == cloud.outputs["coordinator"])
+    (coordinator, ) = (i for i in applied.instances()
+                       if i["InstanceId"] == applied.outputs["coordinator"])
     assert coordinator["Placement"]["AvailabilityZone"] == "us-east-1a"
-    output = cloud.plan_refused(zones='["us-east-1e"]')
+    output = applied.plan_refused(zones='["us-east-1e"]')
     assert "No zone of us-east-1e offers m6i.large. Set coordinator_type, or zones to" in output
     assert "some of: us-east-1a, us-east-1b," in output
 
 
-def test_every_disk_has_at_least_its_images_size(cloud: Cloud) -> None:
+def test_every_disk_has_at_least_its_images_size(applied: Cloud) -> None:
     """EC2 refuses less, and the coordinator builds torch beside what is on the image."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    of_coordinator = {"Name": "attachment.instance-id", "Values": [cloud.outputs["coordinator"]]}
-    (disk,) = cloud.ec2.describe_volumes(Filters=[of_coordinator])["Volumes"]
+    of_coordinator = {"Name": "attachment.instance-id", "Values": [applied.outputs["coordinator"]]}
+    (disk,) = applied.ec2.describe_volumes(Filters=[of_coordinator])["Volumes"]
     assert disk["Size"] == IMAGE_GB + 40
-    (version, ) = cloud.ec2.describe_launch_template_versions(
-        LaunchTemplateId=cloud.ec2.describe_launch_templates()["LaunchTemplates"][0]
-        ["LaunchTemplateId"],
-        Versions=["$Latest"])["LaunchTemplateVersions"]
-    assert version["LaunchTemplateData"]["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == IMAGE_GB
+
+    assert template_of(applied)["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == IMAGE_GB
 
 
-def test_the_names_in_iam_carry_the_region(cloud: Cloud) -> None:
+def test_the_names_in_iam_carry_the_region(applied: Cloud) -> None:
     """IAM has one set of names for all regions: a run of the same name in another one could not be
     applied."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    iam = cloud.client("iam")
+    iam = applied.client("iam")
     names = {role["RoleName"]
              for role in iam.list_roles()["Roles"]} | {
                  profile["InstanceProfileName"]
@@ -133,55 +137,47 @@ def test_the_names_in_iam_carry_the_region(cloud: Cloud) -> None:
     assert names == {"mine-us-east-1-coordinator", "mine-us-east-1-workers"}
 
 
-def test_a_stopped_coordinator_stays_at_the_next_apply(cloud: Cloud) -> None:
+def test_a_stopped_coordinator_stays_at_the_next_apply(applied: Cloud) -> None:
     """Also with a newer image, other zones and settings meanwhile; its keys and its run's diary are
     on its disk."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    cloud.ec2.stop_instances(InstanceIds=[cloud.outputs["coordinator"]])
+    applied.ec2.stop_instances(InstanceIds=[applied.outputs["coordinator"]])
     others = {"zones": '["us-east-1c", "us-east-1a", "us-east-1e"]', "slots": "2",
               "command": '["true"]'}
     try:
         for values in (dict[str, str](), others | {"image_id": OTHER_IMAGE}):
-            change = cloud.planned(**values).get("aws_instance.coordinator", {})
+            change = applied.planned(**values).get("aws_instance.coordinator", {})
             assert {path[0] for path in change.get("replace_paths", [])} <= NOT_SAID
     finally:
-        cloud.ec2.start_instances(InstanceIds=[cloud.outputs["coordinator"]])
+        applied.ec2.start_instances(InstanceIds=[applied.outputs["coordinator"]])
 
 
-def test_secrets_are_read_by_name_and_by_the_fleets_machines_only(cloud: Cloud) -> None:
+def test_secrets_are_read_by_name_and_by_the_fleets_machines_only(applied: Cloud) -> None:
     """Both roles may read those parameters and no other; workers by a way of the network's own."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
     for role in ("coordinator", "workers"):
-        policy = cloud.client("iam").get_role_policy(
-            RoleName=f"mine-us-east-1-{role}", PolicyName=role)["PolicyDocument"]
-        policy = json.loads(policy) if isinstance(policy, str) else policy
+        policy = policy_of(applied, role)
         allowed = {action: statement["Resource"] for statement in policy["Statement"]
                    for action in [statement["Action"]] if isinstance(action, str)}
         parameters = [resource.split(":parameter")[1] for resource in allowed["ssm:GetParameter"]]
         assert sorted(parameters) == ["/aws/reference/secretsmanager/hub/token", "/mine/token"]
         assert allowed["secretsmanager:GetSecretValue"].endswith(":secret:hub/token-??????")
         assert "kms:Decrypt" not in allowed
-    ways = cloud.ec2.describe_vpc_endpoints()["VpcEndpoints"]
+    ways = applied.ec2.describe_vpc_endpoints()["VpcEndpoints"]
     (way,) = (w for w in ways if w["ServiceName"] == "com.amazonaws.us-east-1.ssm")
     assert way["VpcEndpointType"] == "Interface" and way["PrivateDnsEnabled"] and len(
         way["SubnetIds"]) == 1
-    plan = cloud.planned(secrets="{}")
-    assert "TOKEN is in environment and in secrets." in cloud.plan_refused(
+    plan = applied.planned(secrets="{}")
+    assert "TOKEN is in environment and in secrets." in applied.plan_refused(
         environment='{"TOKEN" = "x"}')
     for address in ("aws_vpc_endpoint.ssm[0]", "aws_security_group.ssm[0]"):
         assert plan[address]["actions"] == ["delete"]
 
 
 def test_the_network_reaches_the_fleets_buckets_and_the_packages_and_no_other(
-        cloud: Cloud) -> None:
+        applied: Cloud) -> None:
     """Whatever credentials a process brings along: a machine's own lead to the run's part of the
     bucket only, and anonymous ones to the packages of Amazon Linux. What the roles may do in S3,
     the network lets through."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    (way,) = (w for w in cloud.ec2.describe_vpc_endpoints()["VpcEndpoints"]
+    (way,) = (w for w in applied.ec2.describe_vpc_endpoints()["VpcEndpoints"]
               if w["ServiceName"] == "com.amazonaws.us-east-1.s3")
     statements = json.loads(way["PolicyDocument"])["Statement"]
     through = {(action, resource): statement for statement in statements
@@ -198,9 +194,7 @@ def test_the_network_reaches_the_fleets_buckets_and_the_packages_and_no_other(
             names = statement["Condition"]["StringEquals"]["aws:PrincipalArn"]
             assert set(listed(names)) == machines
     for role in ("coordinator", "workers"):
-        policy = cloud.client("iam").get_role_policy(
-            RoleName=f"mine-us-east-1-{role}", PolicyName=role)["PolicyDocument"]
-        policy = json.loads(policy) if isinstance(policy, str) else policy
+        policy = policy_of(applied, role)
         for statement in policy["Statement"]:
             for action in listed(statement["Action"]):
                 for resource in listed(statement["Resource"]):
@@ -209,11 +203,9 @@ def test_the_network_reaches_the_fleets_buckets_and_the_packages_and_no_other(
                                    for other, pattern in through), (role, action, resource)
 
 
-def test_the_network_lets_workers_read_the_buckets_with_data(cloud: Cloud) -> None:
+def test_the_network_lets_workers_read_the_buckets_with_data(applied: Cloud) -> None:
     """And write nothing there; the coordinator does not reach them."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    change = cloud.planned(data_buckets='["data-of-others"]')["aws_vpc_endpoint.s3"]
+    change = applied.planned(data_buckets='["data-of-others"]')["aws_vpc_endpoint.s3"]
     statements = json.loads(change["after"]["policy"])["Statement"]
     (found,) = (s for s in statements if "data-of-others" in str(s["Resource"]))
     assert sorted(found["Action"]) == ["s3:GetObject", "s3:ListBucket"]
@@ -249,11 +241,7 @@ def fleet_is_as_wanted(cloud: Cloud) -> None:
     (hook,) = hooks["LifecycleHooks"]
     assert hook["LifecycleTransition"] == "autoscaling:EC2_INSTANCE_TERMINATING" and hook[
         "DefaultResult"] == "CONTINUE"
-    (version, ) = ec2.describe_launch_template_versions(
-        LaunchTemplateId=policy["LaunchTemplate"]["LaunchTemplateSpecification"]
-        ["LaunchTemplateId"],
-        Versions=["$Latest"])["LaunchTemplateVersions"]
-    template = version["LaunchTemplateData"]
+    template = template_of(cloud)
     assert template["MetadataOptions"]["HttpTokens"] == "required"
     assert template["MetadataOptions"]["HttpPutResponseHopLimit"] == 1
     assert template["PrivateDnsNameOptions"]["HostnameType"] == "resource-name"
@@ -284,10 +272,8 @@ def fleet_is_as_wanted(cloud: Cloud) -> None:
 def nothing_is_open(policy: Any, role: str) -> None:
     """No `*` for an action; a `*` resource only for what AWS cannot confine; deletions never reach
     the log."""
-    policy = json.loads(policy) if isinstance(policy, str) else policy
     for statement in policy["Statement"]:
-        actions, resources = ([x] if isinstance(x, str) else x
-                              for x in (statement["Action"], statement["Resource"]))
+        actions, resources = listed(statement["Action"]), listed(statement["Resource"])
         assert not any("*" in action for action in actions)
         assert "*" not in resources or (role == "coordinator" and all(":Describe" in action
                                                                       for action in actions))
@@ -443,43 +429,38 @@ def test_follows_the_cloud_from_notices_to_terminations(cloud: Cloud, lab: Lab, 
     assert not (tmp_path / "executed").exists()
 
 
-def test_the_old_coordinator_has_gone_when_a_new_one_comes(cloud: Cloud) -> None:
+def test_the_old_coordinator_has_gone_when_a_new_one_comes(applied: Cloud) -> None:
     """Two of them would give the group their orders. Its workers are to be renewed: they have the
     old one's keys."""
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-
-    (old_template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
-    output = cloud.replace_coordinator()
+    (old_template,) = applied.ec2.describe_launch_templates()["LaunchTemplates"]
+    output = applied.replace_coordinator()
     assert output.index("aws_instance.coordinator: Destruction complete") < output.index(
         "aws_instance.coordinator: Creating")
-    assert cloud.outputs["coordinator"] not in [i["InstanceId"] for i in cloud.instances()]
-    (template,) = cloud.ec2.describe_launch_templates()["LaunchTemplates"]
+    assert applied.outputs["coordinator"] not in [i["InstanceId"] for i in applied.instances()]
+    (template,) = applied.ec2.describe_launch_templates()["LaunchTemplates"]
     assert template["LaunchTemplateId"] != old_template["LaunchTemplateId"]
 
 
 # --- its end --------------------------------------------------------------------------------------
 
 
-def test_a_destroyed_fleet_leaves_nothing_but_the_bucket(cloud: Cloud) -> None:
+def test_a_destroyed_fleet_leaves_nothing_but_the_bucket(applied: Cloud) -> None:
     """Whatever became of its machines meanwhile; and the bucket, with what is in it, is locked.
 
     What machines need for their last logs (the way out, S3, the right to write there) goes when
     they have gone.
     """
-    if cloud.why_not_terraform:
-        pytest.skip(cloud.why_not_terraform)
-    assert cloud.left()
-    output = cloud.destroy()
-    assert cloud.left() == set()
+    assert applied.left()
+    output = applied.destroy()
+    assert applied.left() == set()
     gone = [output.index(f"{machines}: Destruction complete") for machines in (
         "aws_autoscaling_group.workers", "aws_instance.coordinator")]
     for need in ("aws_main_route_table_association.fleet", "aws_vpc_endpoint.s3",
                  "aws_iam_role_policy.coordinator",
                  'aws_vpc_security_group_egress_rule.out["coordinator: APIs, packages"]'):
         assert output.index(f"{need}: Destroying") > max(gone), need
-    cloud.bucket.result()
-    bucket_is_locked(cloud.client("s3"), BUCKET)
+    applied.bucket.result()
+    bucket_is_locked(applied.client("s3"), BUCKET)
 
 
 def bucket_is_locked(s3: Any, bucket: str) -> None:

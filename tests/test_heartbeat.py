@@ -20,8 +20,7 @@ FAULTS = st.builds(MachineFault, step=st.integers(-1, 2**40), microbatch=st.inte
                    kind=st.just("EIO"), text=TEXT)
 ARITHMETIC = st.fixed_dictionaries({
     "program": WHOLE, "inputs": WHOLE, "result": WHOLE, "is_exact": st.booleans(),
-    "facts": st.dictionaries(st.sampled_from(["cpu", "torch"]), st.just("2"))
-})
+    "facts": st.dictionaries(st.sampled_from(["cpu", "torch"]), st.just("2"))})
 SECONDS = st.floats(0, 1e9)
 AT = st.builds(At, phase=st.sampled_from(["load", "reduce"]), what=TEXT, for_s=SECONDS,
                step=st.integers(-1, 2**40), waits_s=SECONDS, usual_s=SECONDS, own_s=SECONDS,
@@ -92,8 +91,8 @@ def test_the_driver_reads_a_heartbeat_of_version_0_1() -> None:
     assert Heartbeat.from_dict(message) == Heartbeat(worker="a/0/1", count=1,
                                                      phase="training", generation=2)
     assert Heartbeat.from_dict(message).unreachable == ()
-    assert Heartbeat.from_dict(
-        message | {"unreachable": None, "of_a_later_version": 1}).unreachable is None
+    assert Heartbeat.from_dict(message
+                               | {"unreachable": None, "of_a_later_version": 1}).unreachable is None
 
 
 def test_a_worker_reads_an_answer_of_version_0_1() -> None:
@@ -109,7 +108,7 @@ def test_a_worker_reads_an_answer_of_version_0_1() -> None:
                            "version": "y"}) == News(version="y", offer=7,
                                                     reach={"b/0/2": ("10.0.0.2", 9)})
     assert News.from_dict({"over": "failed", "detail": "x", "writes": True,
-                            "version": "z"}).over == "failed"
+                           "version": "z"}).over == "failed"
 
 
 def test_an_answer_has_only_fields_that_apply() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from netlab import wait_for
+from waiting import wait_for
 
 from elastic_trainer.driver.rendezvous import Rendezvous
 from elastic_trainer.world.collectives import poll_s

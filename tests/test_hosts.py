@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from elastic_trainer.discovery.hosts import (
     ENDING,
     IN,
-    Decision,
     Health,
     History,
     Instance,
@@ -22,6 +21,9 @@ from elastic_trainer.discovery.hosts import (
 )
 
 QUICK = Policy(settle_s=0.0)
+ASKED = replace(QUICK, agents=True)
+READY = Health("ready", heard_at=0.0)
+OFF = {"state": "sick", "why": "its clock is +300 s off", "is_clock_off": True}
 
 
 def instance(number: int, **how: object) -> Instance:
@@ -29,16 +31,9 @@ def instance(number: int, **how: object) -> Instance:
                    **how)  # type: ignore[arg-type]
 
 
-def names(decision: Decision) -> list[str]:
-    return [name for name, _ in decision.hosts]
-
-
 INSTANCES = st.builds(
-    Instance,
-    id=st.integers(0, 9).map(lambda n: f"i-{n}"),
-    name=st.just(""),
-    type=st.sampled_from(["a", "b"]),
-    launched=st.floats(0, 100),
+    Instance, id=st.integers(0, 9).map(lambda n: f"i-{n}"), name=st.just(""),
+    type=st.sampled_from(["a", "b"]), launched=st.floats(0, 100),
     lifecycle=st.sampled_from(["spot", "on-demand"]),
     state=st.sampled_from(["running", "running", "running", "pending", "shutting-down"]),
     group_state=st.sampled_from(["", "InService", "InService", "Terminating:Wait", "Pending"]),
@@ -74,10 +69,9 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
         decision = decide(fleet, health, history, now, policy)
         assert decide(fleet, health, before, now, policy) == decision
         history = decision.history
-        doomed = {i for i in doomed if i in history.past} | {i for i, says in health.items()
-                                                             if says.state == "draining"
-                                                             and i in history.past
-                                                             and history.past[i].doomed}
+        doomed = {i for i in doomed if i in history.past} | {
+            i for i, says in health.items()
+            if says.state == "draining" and i in history.past and history.past[i].doomed}
         listed = [i for i, _, _ in history.listed]
         assert not doomed & set(listed)
         assert {i.id for i in fleet} <= decision.reasons.keys()
@@ -89,17 +83,41 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
             order = [(len(history.past[i].arrivals) > 1, by_id[i].launched) for i in listed]
             assert order == sorted(order)
             for i in listed:
-                assert by_id[i].state == "running" and not by_id[i].is_impaired and by_id[
-                    i].slots > 0
+                assert by_id[i].state == "running" and by_id[i].slots > 0
+                assert not by_id[i].is_impaired
                 assert by_id[i].group_state in ("", "InService") and decision.reasons[i] == IN
                 assert policy.lifecycle == "any" or by_id[i].lifecycle == "spot"
             if policy.same_type:
                 assert len({by_id[i].type for i in listed}) <= 1
         else:
             assert not {i for i, why in decision.reasons.items() if why == IN} - set(listed)
-            assert set(listed) <= {i
-                                   for i, _, _ in before.listed
-                                   } and not set(history.doubted) <= set(before.doubted)
+            assert set(listed) <= {i for i, _, _ in before.listed}
+            assert not set(history.doubted) <= set(before.doubted)
+
+
+class Polls:
+    """The decisions of one story, each with the history of those before."""
+
+    def __init__(self, policy: Policy = QUICK, history: History | None = None):
+        self.policy, self.history = policy, history or History()
+
+    def __call__(self, now: float, fleet: list[Instance],
+                 health: Mapping[str, Health] = {}) -> list[str]:  # noqa: B006 (read only)
+        """Decide; returns the list."""
+        decision = decide(fleet, health, self.history, now, self.policy)
+        self.history, self.reasons = decision.history, decision.reasons
+        return [name for name, _ in decision.hosts]
+
+
+def host(*numbers: int) -> list[str]:
+    """Return the names of these instances."""
+    return [f"host-{number}" for number in numbers]
+
+
+def heard(now: float, *numbers: int, **how: object) -> dict[str, Health]:
+    """Return the answers of these instances' agents: ready, or as given."""
+    answer = replace(READY, heard_at=now, **how)  # type: ignore[arg-type]
+    return {f"i-{number}": answer for number in numbers}
 
 
 @pytest.mark.parametrize(
@@ -109,63 +127,49 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
      ({"slots": 0}, "no slots"), *[({"events": ((code, 60.0), )}, code) for code in ENDING]])
 def test_an_instance_is_out_with_its_reason(how: dict[str, object], why: str) -> None:
     """Each of the cloud's states that forbids to work."""
-    decision = decide([instance(1), instance(2, **how)], {}, History(), 0.0, QUICK)
-    assert names(decision) == ["host-1"]
-    assert why in decision.reasons["i-2"]
+    polls = Polls()
+    assert polls(0.0, [instance(1), instance(2, **how)]) == host(1)
+    assert why in polls.reasons["i-2"]
 
 
 def test_the_oldest_comes_first() -> None:
     """It becomes rank 0; later hosts are behind it."""
-    fleet = [instance(3), instance(1), instance(2)]
-    assert names(decide(fleet, {}, History(), 0.0, QUICK)) == ["host-1", "host-2", "host-3"]
+    assert Polls()(0.0, [instance(3), instance(1), instance(2)]) == host(1, 2, 3)
 
 
 def test_a_host_under_notice_never_comes_back() -> None:
-    """Its agent may die, be restarted, or say ready again: the incarnation is doomed."""
-    fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
-    ready = Health("ready", heard_at=0.0)
-    first = decide(fleet, {"i-1": ready, "i-2": ready}, History(), 0.0, policy)
-    assert names(first) == ["host-1", "host-2"]
-    notice = decide(
-        fleet, {"i-1": replace(ready, state="draining", why="terminate at 12:00"), "i-2": ready},
-        first.history, 1.0, policy)
-    assert names(notice) == ["host-2"]
-    assert notice.reasons["i-1"] == "notice: terminate at 12:00"
-    again = decide(fleet, {"i-1": ready, "i-2": ready}, notice.history, 2.0, policy)
-    assert names(again) == ["host-2"]
+    """Its agent may die, be restarted, or say ready again: the incarnation is doomed. It is also
+    when one answer is without the host."""
+    fleet, polls = [instance(1), instance(2), instance(3)], Polls(ASKED)
+    ready = heard(0.0, 1, 2, 3)
+    assert polls(0.0, fleet, ready) == host(1, 2, 3)
+    notice = ready | heard(0.0, 1, state="draining", why="terminate at 12:00")
+    assert polls(1.0, fleet, notice) == host(2, 3)
+    assert polls.reasons["i-1"] == "notice: terminate at 12:00"
+    for now, there in ((2.0, fleet), (3.0, fleet[1:]), (4.0, fleet)):
+        assert polls(now, there, ready) == host(2, 3)
 
 
 def test_a_rebalance_recommendation_makes_no_one_leave() -> None:
     """It is right about one time in three."""
-    says = {"i-1": Health("ready", rebalance=True)}
-    assert names(decide([instance(1)], says, History(), 0.0, replace(QUICK,
-                                                                     agents=True))) == ["host-1"]
+    assert Polls(ASKED)(0.0, [instance(1)], heard(0.0, 1, rebalance=True)) == host(1)
 
 
 def test_ten_that_arrive_within_seconds_enter_together() -> None:
     """Each join costs a pause: one for all of them, and none waits for ever."""
-    policy, history, changes, listed = Policy(), History(), 0, list[str]()
-    for second in range(40):
-        fleet = [instance(0), *(instance(n) for n in range(1, 11) if second >= 2 * n)]
-        decision = decide(fleet, {}, history, float(second), policy)
-        changes += names(decision) != listed
-        listed, history = names(decision), decision.history
-    assert len(listed) == 11
+    every = lists(Policy(), 40, lambda second: [
+        instance(0), *(instance(n) for n in range(1, 11) if second >= 2 * n)])
+    changes = sum(before != after for before, after in zip([[], *every], every, strict=False))
+    assert len(every[-1]) == 11
     assert changes <= 3  # the first host, a batch after settle_most_s, the rest
 
 
-def lists(policy: Policy,
-          seconds: int,
-          fleet: Callable[[int], list[Instance]],
+def lists(policy: Policy, seconds: int, fleet: Callable[[int], list[Instance]],
           health: Callable[[int], dict[str, Health]] = lambda second: {},
           past: Mapping[str, Past] = {}) -> list[list[str]]:
     """Return the list of each second of a story."""
-    made, history = [], History(past)
-    for second in range(seconds):
-        decision = decide(fleet(second), health(second), history, float(second), policy)
-        made.append(names(decision))
-        history = decision.history
-    return made
+    polls = Polls(policy, History(past))
+    return [polls(float(second), fleet(second), health(second)) for second in range(seconds)]
 
 
 def test_ten_that_arrive_one_by_one_cost_one_change() -> None:
@@ -179,93 +183,83 @@ def test_newcomers_do_not_wait_for_hosts_that_leave() -> None:
     list is never empty."""
     fleet = [instance(1, type="a"), instance(2, type="a"),
              *(instance(n, type="b") for n in (3, 4, 5))]
-    old, new = ["host-1", "host-2"], ["host-3", "host-4", "host-5"]
-    every = lists(Policy(same_type=True), 10, lambda second: fleet[:5 if second >= 3 else 2])
-    assert every == [old] * 4 + [new] * 6  # doubted once
+    expected = [host(1, 2)] * 4 + [host(3, 4, 5)] * 6
+
+    def there(second: int) -> list[Instance]:
+        return fleet[:5 if second >= 3 else 2]
 
     def health(second: int) -> dict[str, Health]:
-        return {i.id: Health("draining" if second >= 4 and i.type == "a" else "ready",
-                             heard_at=second) for i in fleet}
+        return heard(second, 3, 4, 5) | heard(second, 1, 2,
+                                              state="draining" if second >= 4 else "ready")
 
-    assert lists(Policy(agents=True), 10, lambda second: fleet[:5 if second >= 3 else 2],
-                 health) == [old] * 4 + [new] * 6
+    assert lists(Policy(same_type=True), 10, there) == expected  # doubted once
+    assert lists(Policy(agents=True), 10, there, health) == expected
 
 
 def test_a_host_whose_hold_ends_waits_for_others_like_a_newcomer() -> None:
     """It has been fit for long, and could not enter: it cuts no batch short."""
     held = Past(first_fit=-100.0, arrivals=(-300.0, -200.0, -100.0), holds=1, held_until=11.0)
     came = {1: 0, 3: 0, 4: 10, 5: 12}
-    every = lists(Policy(),
-                  30,
+    every = lists(Policy(), 30,
                   lambda second: [instance(n) for n, at in came.items() if second >= at],
                   past={"i-3": held})
-    assert every == [["host-1"]] * 15 + [["host-1", "host-4", "host-5", "host-3"]] * 15
+    assert every == [host(1)] * 15 + [host(1, 4, 5, 3)] * 15
 
 
 def test_a_host_that_returned_stands_behind_those_that_stayed() -> None:
     """It has become no less likely to go; the order stays as it is while no host comes or goes."""
     fleet = [instance(n) for n in (1, 2, 3)]
     every = lists(QUICK, 2000, lambda second: fleet[1:] if second == 5 else fleet)
-    stayed = ["host-2", "host-3"]
-    assert every == [["host-1", *stayed]] * 5 + [stayed] + [[*stayed, "host-1"]] * 1994
+    assert every == [host(1, 2, 3)] * 5 + [host(2, 3)] + [host(2, 3, 1)] * 1994
 
 
 def test_a_host_that_flaps_is_held_back_longer_each_time() -> None:
     """It is let in again when it has stayed for a while."""
-    history, held = History(), []
-    fleet = [instance(1), instance(2)]
+    polls, held = Polls(), []
     for second in range(0, 300, 5):
         state = "pending" if second % 20 == 10 and second < 200 else "running"
-        decision = decide([fleet[0], replace(fleet[1], state=state)], {}, history, float(second),
-                          QUICK)
-        history = decision.history
-        if "held back" in decision.reasons["i-2"]:
+        polls(float(second), [instance(1), instance(2, state=state)])
+        if "held back" in polls.reasons["i-2"]:
             held.append(second)
     assert held and held[0] <= 60
-    assert history.past["i-2"].holds > 1
-    assert names(decide(fleet, {}, history, 4000.0, QUICK)) == ["host-1", "host-2"]
+    assert polls.history.past["i-2"].holds > 1
+    assert polls(4000.0, [instance(1), instance(2)]) == host(1, 2)
 
 
 def test_an_empty_answer_must_be_confirmed() -> None:
     """Losing more than half without a notice is believed only when the next poll confirms it."""
     fleet = [instance(n) for n in range(4)]
-    full = decide(fleet, {}, History(), 0.0, QUICK)
-    odd = decide([], {}, full.history, 5.0, QUICK)
-    assert names(odd) == names(full)
-    assert names(decide(fleet, {}, odd.history, 10.0, QUICK)) == names(full)
-    assert names(decide([], {}, odd.history, 10.0, QUICK)) == []
-    one_less = decide(fleet[1:], {}, full.history, 5.0, QUICK)
-    assert len(names(one_less)) == 3
+    for there, listed in ((fleet, host(0, 1, 2, 3)), ([], []), (fleet[1:], host(1, 2, 3))):
+        polls = Polls()
+        assert polls(0.0, fleet) == host(0, 1, 2, 3)
+        if there != fleet[1:]:  # one fewer is believed at once
+            assert polls(5.0, []) == host(0, 1, 2, 3)
+        assert polls(10.0, there) == listed
 
 
 def test_all_leave_at_once_when_all_are_under_notice() -> None:
     """A notice explains the loss."""
-    fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
-    ready = {i.id: Health("ready") for i in fleet}
-    first = decide(fleet, ready, History(), 0.0, policy)
-    draining = {i: replace(h, state="draining") for i, h in ready.items()}
-    assert names(decide(fleet, draining, first.history, 1.0, policy)) == []
+    fleet, polls = [instance(1), instance(2)], Polls(ASKED)
+    assert polls(0.0, fleet, heard(0.0, 1, 2)) == host(1, 2)
+    assert polls(1.0, fleet, heard(1.0, 1, 2, state="draining")) == []
 
 
 def test_a_silent_agent_costs_its_host_the_place_only_after_a_while() -> None:
     """Not yet heard: booting. Heard, then silent: in for silence_s, then out."""
-    policy = replace(QUICK, agents=True)
-    fleet = [instance(1)]
-    assert "booting" in decide(fleet, {}, History(), 0.0, policy).reasons["i-1"]
-    first = decide(fleet, {"i-1": Health("ready", heard_at=0.0)}, History(), 0.0, policy)
-    soon = decide(fleet, {}, first.history, 10.0, policy)
-    assert names(soon) == ["host-1"]
-    late = decide(fleet, {}, soon.history, 30.0, policy)
-    assert "silent" in decide(fleet, {}, late.history, 31.0, policy).reasons["i-1"]
-    assert names(decide(fleet, {}, late.history, 31.0, policy)) == []
+    fleet, polls = [instance(1)], Polls(ASKED)
+    assert polls(0.0, fleet) == [] and "booting" in polls.reasons["i-1"]
+    assert polls(0.0, fleet, heard(0.0, 1)) == host(1)
+    assert polls(10.0, fleet) == host(1)
+    polls(30.0, fleet)
+    assert polls(31.0, fleet) == [] and "silent" in polls.reasons["i-1"]
 
 
 def test_only_the_largest_group_of_one_type_works_when_asked() -> None:
     """The slowest type would set the pace for all."""
+    polls = Polls(replace(QUICK, same_type=True))
     fleet = [instance(1, type="a"), instance(2, type="b"), instance(3, type="b")]
-    decision = decide(fleet, {}, History(), 0.0, replace(QUICK, same_type=True))
-    assert names(decision) == ["host-2", "host-3"]
-    assert "most are b" in decision.reasons["i-1"]
+    assert polls(0.0, fleet) == host(2, 3)
+    assert "most are b" in polls.reasons["i-1"]
 
 
 @settings(max_examples=80, deadline=None)
@@ -273,164 +267,132 @@ def test_only_the_largest_group_of_one_type_works_when_asked() -> None:
 def test_most_agents_unheard_at_once_is_our_own_fault(data: st.DataObject) -> None:
     """Silent or by another clock: the list stands for as long as that lasts; fewer, or one alone,
     go after a while."""
-    policy, size = replace(QUICK, agents=True), data.draw(st.integers(1, 8))
+    polls, size = Polls(ASKED), data.draw(st.integers(1, 8))
     fleet = [instance(n) for n in range(size)]
     quiet = data.draw(st.dictionaries(st.integers(0, size - 1), st.booleans()))
     since = {n: data.draw(st.floats(5, 7)) for n in quiet}
     steps = data.draw(st.lists(st.floats(0.5, 3), min_size=60, max_size=60))
     is_ours = len(quiet) >= 2 and 2 * len(quiet) > size
-    history, now = History(), 0.0
+    loud, now = set(host(*(n for n in range(size) if n not in quiet))), 0.0
 
-    def says(number: int) -> Health | None:
+    def says(number: int) -> dict[str, Health]:
         if number not in quiet or now < since[number] or now > 60:
-            return Health("ready", heard_at=now)
-        return Health("sick", why="its clock is +300 s off", is_clock_off=True,
-                      heard_at=now) if quiet[number] else None
+            return heard(now, number)
+        return heard(now, number, **OFF) if quiet[number] else {}
 
     for step in steps:
-        health = {f"i-{n}": h for n in range(size) if (h := says(n))}
-        decision = decide(fleet, health, history, now, policy)
-        history, listed = decision.history, set(names(decision))
-        loud = {f"host-{n}" for n in range(size) if n not in quiet}
-        assert listed >= (loud | {f"host-{n}" for n in quiet} if is_ours else loud)
+        health = {key: h for n in range(size) for key, h in says(n).items()}
+        listed = set(polls(now, fleet, health))
+        assert listed >= (loud | set(host(*quiet)) if is_ours else loud)
         if 40 < now <= 60:
-            assert history.unheard == len(quiet) if is_ours else listed == loud
+            assert polls.history.unheard == len(quiet) if is_ours else listed == loud
         now += step
     if now > 64:
-        assert history.unheard == 0 and len(listed) == size
+        assert polls.history.unheard == 0 and len(listed) == size
 
 
 def test_a_host_leaves_for_its_own_reason_while_most_agents_are_silent() -> None:
     """The cloud's state and a notice count; the rest stays, also when it is one alone by then."""
-    policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(4)]
-    decision = decide(fleet, {i.id: Health("ready", heard_at=0.0)
-                              for i in fleet}, History(), 0.0, policy)
+    fleet, polls = [instance(n) for n in range(4)], Polls(ASKED)
+    polls(0.0, fleet, heard(0.0, 0, 1, 2, 3))
     for now in (10.0, 19.0, 21.0, 60.0):
-        decision = decide(fleet, {"i-0": Health("ready", heard_at=now)}, decision.history, now,
-                          policy)
-        assert len(names(decision)) == 4
-    assert decision.history.unheard == 3
+        assert len(polls(now, fleet, heard(now, 0))) == 4
+    assert polls.history.unheard == 3
     fleet[1] = replace(fleet[1], state="shutting-down")
-    notice = {"i-0": Health("draining", why="terminate", heard_at=61.0)}
-    decision = decide(fleet, notice, decision.history, 61.0, policy)
-    assert names(decision) == ["host-2", "host-3"]
+    notice = heard(61.0, 0, state="draining", why="terminate")
+    assert polls(61.0, fleet, notice) == host(2, 3)
     for now in (100.0, 199.0, 200.0):
-        decision = decide(fleet[3:], {}, decision.history, now, policy)
-        assert names(decision) == ["host-3"]
-    heard = decide(fleet[3:], {"i-3": Health("ready", heard_at=201.0)}, decision.history, 201.0,
-                   policy)
-    assert heard.history.unheard == 0
-    assert "silent" in decide(fleet[3:], {}, heard.history, 222.0, policy).reasons["i-3"]
+        assert polls(now, fleet[3:]) == host(3)
+    polls(201.0, fleet[3:], heard(201.0, 3))
+    assert polls.history.unheard == 0
+    polls(222.0, fleet[3:])
+    assert "silent" in polls.reasons["i-3"]
 
 
 def test_a_host_that_is_still_silent_when_others_answer_again_has_more_time() -> None:
     """One lost question must not cost it its place."""
-    policy, fleet = replace(QUICK, agents=True), [instance(n) for n in range(3)]
-
-    def heard(now: float, *numbers: int) -> dict[str, Health]:
-        return {f"i-{n}": Health("ready", heard_at=now) for n in numbers}
-
-    decision = decide(fleet, heard(0.0, 0, 1, 2), History(), 0.0, policy)
-    decision = decide(fleet, {}, decision.history, 100.0, policy)
-    decision = decide(fleet, heard(101.0, 0, 1), decision.history, 101.0, policy)
-    assert decision.history.unheard == 0 and len(names(decision)) == 3
-    decision = decide(fleet, heard(110.0, 0, 1), decision.history, 110.0, policy)
-    assert len(names(decision)) == 3
-    assert names(decide(fleet, heard(112.0, 0, 1), decision.history, 112.0,
-                        policy)) == ["host-0", "host-1"]
+    fleet, polls = [instance(n) for n in range(3)], Polls(ASKED)
+    polls(0.0, fleet, heard(0.0, 0, 1, 2))
+    polls(100.0, fleet)
+    assert len(polls(101.0, fleet, heard(101.0, 0, 1))) == 3
+    assert polls.history.unheard == 0
+    assert len(polls(110.0, fleet, heard(110.0, 0, 1))) == 3
+    assert polls(112.0, fleet, heard(112.0, 0, 1)) == host(0, 1)
 
 
 def test_a_newcomer_with_another_clock_stays_out() -> None:
     """At once, and also one that was fit but had not entered yet."""
-    policy, fleet = replace(QUICK, agents=True), [instance(1), instance(2)]
-    ready, off = Health("ready"), Health("sick", why="its clock is +300 s off", is_clock_off=True)
-    decision = decide(fleet, {"i-1": ready, "i-2": off}, History(), 0.0, policy)
-    assert names(decision) == ["host-1"
-                               ] and decision.reasons["i-2"] == "sick: its clock is +300 s off"
-    waits = decide(fleet, {"i-1": ready, "i-2": ready}, decision.history, 0.0,
-                   replace(policy, settle_s=9.0))
-    assert waits.reasons["i-2"].startswith("arriving")
-    assert names(decide(fleet, {"i-1": ready, "i-2": off}, waits.history, 9.5,
-                        policy)) == ["host-1"]
+    fleet, polls, off = [instance(1), instance(2)], Polls(ASKED), heard(0.0, 1) | heard(0.0, 2,
+                                                                                       **OFF)
+    assert polls(0.0, fleet, off) == host(1)
+    assert polls.reasons["i-2"] == "sick: its clock is +300 s off"
+    polls.policy = replace(ASKED, settle_s=9.0)
+    polls(0.0, fleet, heard(0.0, 1, 2))
+    assert polls.reasons["i-2"].startswith("arriving")
+    polls.policy = ASKED
+    assert polls(9.5, fleet, off) == host(1)
 
 
 def test_a_sick_host_is_sick_still_when_it_falls_silent() -> None:
     """Without memory or disk its agent may miss its seconds; no worker is started on it for
     that."""
-    policy, history = replace(QUICK, agents=True), History()
+    polls = Polls(ASKED)
     for now in range(100):
-        health = {"i-1": Health("ready", heard_at=now)}
+        health = heard(now, 1)
         if now < 10 or now > 50:
-            health["i-2"] = Health("ready", heard_at=now)
+            health |= heard(now, 2)
         elif now < 20:
-            health["i-2"] = Health("sick", why="no memory", heard_at=now)
-        decision = decide([instance(1), instance(2)], health, history, float(now), policy)
-        assert ("host-2" in names(decision)) == ("i-2" in health
-                                                 and health["i-2"].state == "ready"), now
-        history = decision.history
+            health |= heard(now, 2, state="sick", why="no memory")
+        listed = polls(float(now), [instance(1), instance(2)], health)
+        assert ("host-2" in listed) == (now < 10 or now > 50), now
 
 
 def test_a_stopped_agent_costs_its_host_the_place_until_the_next_one_starts() -> None:
     """Silence does not bring it back, nor the same agent's answer; the cloud's notice is for good
     all the same."""
-    fleet, policy = [instance(1), instance(2)], replace(QUICK, agents=True)
-    ready = Health("ready", life="a")
-    stops = replace(ready, state="draining", why="the host is being stopped", for_good=False)
-    decision = decide(fleet, {"i-1": ready, "i-2": ready}, History(), 0.0, policy)
+    fleet, polls = [instance(1), instance(2)], Polls(ASKED)
+    stops = {"state": "draining", "why": "the host is being stopped"}
     for now, says, expected in (
-            (1.0, stops, 1), (2.0, None, 1), (3.0, ready, 1), (4.0, replace(ready, life="b"), 2),
-            (5.0, replace(stops, life="b", for_good=True), 1), (6.0, replace(ready, life="c"), 1)):
-        health = {"i-1": replace(ready, heard_at=now)
-                  } | ({"i-2": replace(says, heard_at=now)} if says else {})
-        decision = decide(fleet, health, decision.history, now, policy)
-        assert len(names(decision)) == expected, now
+            (0.0, {"life": "a"}, 2), (1.0, stops | {"life": "a", "for_good": False}, 1),
+            (2.0, None, 1), (3.0, {"life": "a"}, 1), (4.0, {"life": "b"}, 2),
+            (5.0, stops | {"life": "b", "for_good": True}, 1), (6.0, {"life": "c"}, 1)):
+        health = heard(now, 1, life="a") | (heard(now, 2, **says) if says else {})
+        assert len(polls(now, fleet, health)) == expected, now
 
 
 def test_a_scheduled_event_sends_its_host_away_only_when_it_is_near() -> None:
     """It may be announced weeks before."""
-    far, near = (("instance-retirement", 901.0),), (("instance-retirement", 899.0),)
-    decision = decide([instance(1), instance(2, events=far)], {}, History(), 0.0, QUICK)
-    assert len(names(decision)) == 2
-    decision = decide([instance(1), instance(2, events=near)], {}, decision.history, 5.0, QUICK)
-    assert names(decision) == ["host-1"
-                               ] and decision.reasons["i-2"] == "scheduled: instance-retirement"
+    polls = Polls()
+    for now, left_s, listed in ((0.0, 901.0, host(1, 2)), (5.0, 899.0, host(1))):
+        events = (("instance-retirement", left_s),)
+        assert polls(now, [instance(1), instance(2, events=events)]) == listed
+    assert polls.reasons["i-2"] == "scheduled: instance-retirement"
 
 
 def test_a_host_that_flaps_by_being_missing_is_held_back() -> None:
     """What is known of it outlives its absence; it is forgotten when it has been away for long."""
-    history, fleet = History(), [instance(1), instance(2), instance(3)]
+    polls, fleet = Polls(), [instance(1), instance(2), instance(3)]
     for second in range(0, 50, 10):
-        decision = decide(fleet if second % 20 == 0 else fleet[:2], {}, history, float(second),
-                          QUICK)
-        history = decision.history
-    assert decision.reasons["i-3"].startswith("held back: it came 3 times")
-    assert "i-3" in decide(fleet[:2], {}, history, 600.0, QUICK).history.past
-    assert "i-3" not in decide(fleet[:2], {}, history, 700.0, QUICK).history.past
-
-
-def test_a_host_under_notice_that_is_missing_for_a_while_stays_doomed() -> None:
-    """One answer without it is not the end of it."""
-    fleet, policy = [instance(1), instance(2), instance(3)], replace(QUICK, agents=True)
-    ready = {i.id: Health("ready") for i in fleet}
-    decision = decide(fleet, ready, History(), 0.0, policy)
-    decision = decide(fleet, ready | {"i-3": Health("draining")}, decision.history, 1.0, policy)
-    decision = decide(fleet[:2], ready, decision.history, 2.0, policy)
-    assert names(decide(fleet, ready, decision.history, 3.0, policy)) == ["host-1", "host-2"]
+        polls(float(second), fleet if second % 20 == 0 else fleet[:2])
+    assert polls.reasons["i-3"].startswith("held back: it came 3 times")
+    for now, is_known in ((600.0, True), (700.0, False)):
+        polls(now, fleet[:2])
+        assert ("i-3" in polls.history.past) == is_known
 
 
 def test_a_host_may_flap_for_years() -> None:
     """The hold has an upper end, and so has its reckoning."""
-    history = History({"i-1": Past(arrivals=(1.0, 2.0), holds=5000)})
-    assert decide([instance(1)], {}, history, 3.0,
-                  QUICK).history.past["i-1"].held_until == 3.0 + QUICK.hold_most_s
+    polls = Polls(history=History({"i-1": Past(arrivals=(1.0, 2.0), holds=5000)}))
+    polls(3.0, [instance(1)])
+    assert polls.history.past["i-1"].held_until == 3.0 + QUICK.hold_most_s
 
 
 def test_since_when_a_host_is_out_is_known() -> None:
     """For every one of them."""
-    fleet = [instance(1), instance(2, state="pending")]
-    decision = decide(fleet, {}, History(), 5.0, QUICK)
-    decision = decide(fleet, {}, decision.history, 9.0, QUICK)
-    assert (decision.history.past["i-1"].first_fit,
-            decision.history.past["i-2"].first_unfit) == (5.0, 5.0)
-    assert decide([instance(1), instance(2)], {}, decision.history, 9.0,
-                  QUICK).history.past["i-2"].first_unfit is None
+    polls, fleet = Polls(), [instance(1), instance(2, state="pending")]
+    polls(5.0, fleet)
+    polls(9.0, fleet)
+    past = polls.history.past
+    assert (past["i-1"].first_fit, past["i-2"].first_unfit) == (5.0, 5.0)
+    polls(9.0, [instance(1), instance(2)])
+    assert polls.history.past["i-2"].first_unfit is None

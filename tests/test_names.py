@@ -53,8 +53,8 @@ def test_a_script_with_both_names_beside_it_runs_from_a_clone(users_folder: Path
     assert said_by_the_script(users_folder, path=ROOT) == ROOT / "elastic_trainer" / "__init__.py"
 
 
-def test_a_script_with_both_names_beside_it_runs_with_the_editable_install(
-        users_folder: Path) -> None:
+def test_a_script_with_both_names_beside_it_runs_with_the_editable_install(users_folder: Path
+                                                                           ) -> None:
     """As deploy/install.sh leaves it."""
     assert said_by_the_script(users_folder) == ROOT / "elastic_trainer" / "__init__.py"
 
@@ -72,8 +72,8 @@ def test_the_wheel_installs_one_top_level_package(wheel: Path) -> None:
     """With both linked packages inside it."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert {name.split("/")[0]
-            for name in names if ".dist-info/" not in name} == {"elastic_trainer"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name
+            } == {"elastic_trainer"}
     assert {"elastic_trainer/state/checkpoint.py",
             "elastic_trainer/discovery/agent.py"} <= set(names)
 
@@ -85,8 +85,8 @@ def test_the_links_are_links_in_git() -> None:
                             cwd=ROOT, capture_output=True, text=True,
                             check=True).stdout.splitlines()
     assert [line.split()[0] for line in listed] == ["120000", "120000"]
-    assert [os.readlink(ROOT / "elastic_trainer" / name)
-            for name in LINKS] == [f"../{name}" for name in LINKS]
+    assert [os.readlink(ROOT / "elastic_trainer" / name) for name in LINKS
+            ] == [f"../{name}" for name in LINKS]
 
 
 @pytest.mark.parametrize("name", LINKS)

@@ -21,7 +21,8 @@ import hanging
 import pytest
 import s3_servers
 from cluster import weights_alone
-from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, knock, overheard, store_on, wait_for
+from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, knock, overheard, store_on
+from waiting import wait_for
 
 Twin = Callable[..., str]
 FOUR = ["h1", "h2", "h3", "h4"]
@@ -42,18 +43,14 @@ def store(lab: Lab, name: str, folder: Path) -> Iterator[dict[str, str]]:
         yield environment
 
 
-def test_goes_on_when_hosts_are_cut_off_without_a_signal(
-        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+def test_goes_on_when_hosts_are_cut_off_without_a_signal(lab: Lab, tmp_path: Path,
+                                                         twin_of: Twin) -> None:
     """No RST, no FIN: the beats' silence ends it, be it a worker's host, rank 0's, or rank 0's that
     its peers still hear; when it is back it joins again, and may go again. No step was voted on
     before the last one's line was kept, so at most one is told again. A full disk of a worker's
     host is nothing to it: it keeps nothing there.
     """
-    fleet = Fleet(lab,
-                  tmp_path,
-                  FOUR,
-                  job=JOB,
-                  own_disks=True,
+    fleet = Fleet(lab, tmp_path, FOUR, job=JOB, own_disks=True,
                   options=["--store", str(tmp_path / "store")])
     lab.boot(COORDINATOR, *FOUR)
     for folder in (tmp_path / "runs", "/run/disk"):
@@ -69,13 +66,11 @@ def test_goes_on_when_hosts_are_cut_off_without_a_signal(
         names = [e["event"] for e in fleet.events()]
         second = [at for at, name in enumerate(names) if name == "driver.worker_evicted"][1]
         told = [
-            e["step"] for e in fleet.events()[:second] if e["event"] == "worker.step_committed"
-        ][-1]
+            e["step"] for e in fleet.events()[:second] if e["event"] == "worker.step_committed"][-1]
         lab.mend("h1", COORDINATOR)
         generation = fleet.wait_for_world(4, after=generation)
         begun = [
-            e for e in fleet.events("worker.generation_started") if e["worker"].startswith("h2/")
-        ]
+            e for e in fleet.events("worker.generation_started") if e["worker"].startswith("h2/")]
         assert begun[0]["step"] - (told + 1) in (0, 1), fleet.story()
         assert len(fleet.events("worker.step_redone")) <= 2, fleet.story()
         assert begun[-1]["generation"] == generation  # rank 0 writes that
@@ -129,16 +124,17 @@ def test_goes_on_or_resumes_when_hosts_are_taken_without_notice(lab: Lab, tmp_pa
     assert result["attempts"] == 3
 
 
-def test_one_of_two_leaves_when_they_do_not_reach_each_other(
-        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+def test_one_of_two_leaves_when_they_do_not_reach_each_other(lab: Lab, tmp_path: Path,
+                                                             twin_of: Twin) -> None:
     """Both still reach the driver; the younger one goes, and comes back when the line is mended."""
     lab.boot(COORDINATOR, *THREE)
     with Fleet(lab, tmp_path, THREE, job=JOB) as fleet:
         fleet.wait_for_step(3)
         lab.cut("h2", "h3")
         generation = fleet.wait_for_world(2)
-        fleet.wait_for("new worker", lambda: [e for e in fleet.events("driver.worker_ready")
-                                              if e["worker"].startswith("h3")][1:])
+        fleet.wait_for(
+            "new worker", lambda: [
+                e for e in fleet.events("driver.worker_ready") if e["worker"].startswith("h3")][1:])
         lab.mend("h2", "h3")
         fleet.wait_for_world(3, after=generation)
         assert fleet.finish() == 0
@@ -156,8 +152,9 @@ WORDS = 6
 def open_ports(lab: Lab, name: str) -> list[int]:
     """Return the TCP ports of a host that others can connect to."""
     rows = [line.split() for line in lab.inside(name, "cat", "/proc/net/tcp").splitlines()[1:]]
-    return sorted({int(row[1].partition(":")[2], 16) for row in rows
-                   if row[3] == "0A" and not row[1].startswith(("0100007F", "FEA9FEA9"))})
+    return sorted({
+        int(row[1].partition(":")[2], 16)
+        for row in rows if row[3] == "0A" and not row[1].startswith(("0100007F", "FEA9FEA9"))})
 
 
 def test_a_slow_or_flapping_line_and_an_unauthenticated_client_disturb_no_worker(
@@ -198,10 +195,9 @@ def test_a_slow_or_flapping_line_and_an_unauthenticated_client_disturb_no_worker
         lab.mend("h3", "h8")
         fleet.wait_for("checkpoint",
                        lambda: fleet.events("state.checkpoint_published")[-1]["step"] > step + 6)
-        fleet.wait_for(
-            "steady pace",
-            lambda: [e["event"] for e in fleet.events() if e["event"].startswith("worker.steps_")][
-                -1:] != ["worker.steps_slower"])  # the machine has other work too
+        fleet.wait_for("steady pace", lambda: [
+            e["event"] for e in fleet.events() if e["event"].startswith("worker.steps_")][-1:] != [
+                "worker.steps_slower"])  # the machine has other work too
         before = fleet.newest_step()
         lab.slow("h2", 4000)
         slower = fleet.wait_for("word", lambda: later("worker.steps_slower", before))[0]
@@ -223,14 +219,12 @@ def test_a_slow_or_flapping_line_and_an_unauthenticated_client_disturb_no_worker
         refused = {
             reason
             for e in fleet.events("driver.stranger_refused") if e["address"] == lab.address("h9")
-            for reason in e["reason"].split("; ")
-        }
+            for reason in e["reason"].split("; ")}
     # Sshd, the agent and the worker's door on each host, sshd and two ports of the driver's.
     assert knocked >= 12 * WORDS
     assert {
-        "signature does not match", "a repeated message",
-        "not a member of this generation", "not a request"
-    } <= refused
+        "signature does not match", "a repeated message", "not a member of this generation",
+        "not a request"} <= refused
     assert not (tmp_path / "executed").exists()
     # How much of it is the line's depends on what else the machine does (test_timing.py).
     assert 0 < slower["waited_s"] <= slower["step_s"]
@@ -243,9 +237,11 @@ def knock_everywhere(lab: Lab, stranger: str, names: list[str], executed: Path) 
     """Say words to all open ports of hosts: what they answer must be no consent. Returns how often
     one was listened to."""
     pickled = pickle.dumps(Pickled(f"touch {executed}"))
-    words = [RUBBISH, pickled, overheard(lab, COORDINATOR, b"POST /message"),
-             *(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (line, len(pickled), pickled)
-               for line in (b"PUT /worker_addresses/h1:0", b"POST /message", b"PUT /global/0"))]
+    words = [
+        RUBBISH, pickled,
+        overheard(lab, COORDINATOR, b"POST /message"),
+        *(b"%s HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (line, len(pickled), pickled)
+          for line in (b"PUT /worker_addresses/h1:0", b"POST /message", b"PUT /global/0"))]
     assert len(words) == WORDS
     return sum(
         knock(lab, stranger, name, port, words) for name in names for port in open_ports(lab, name))
@@ -266,12 +262,9 @@ def test_a_lab_vanishes_with_its_test_and_no_other_lab_with_it(lab: Lab, tmp_pat
     """However the test dies; the other one has hosts of the same names and addresses."""
     lab.boot("h1", "h2")
     (tmp_path / "other").mkdir()
-    other = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "other")],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parent,
-        start_new_session=True)
+    other = subprocess.Popen([sys.executable, "-c", HOLDER,
+                              str(tmp_path / "other")], stdout=subprocess.PIPE, text=True,
+                             cwd=Path(__file__).parent, start_new_session=True)
     try:
         assert other.stdout
         processes = [Path(f"/proc/{pid}") for pid in other.stdout.readline().split()]

@@ -37,8 +37,8 @@ def test_all_that_was_waited_for_a_frozen_worker_is_noticing() -> None:
     parts = parts_of([Survivor(5900, 700, 200), Survivor(5898, 699, 200)],
                      forming_s=0.4, transfer_s=0.1, step_s=0.25)
     assert vars(parts) == pytest.approx({
-        "noticing_s": 5.0, "deciding_s": 0.3, "forming_s": 0.4, "transfer_s": 0.1, "redoing_s": 0.25
-    })
+        "noticing_s": 5.0, "deciding_s": 0.3, "forming_s": 0.4, "transfer_s": 0.1,
+        "redoing_s": 0.25})
 
 
 def test_a_planned_change_costs_no_noticing_and_its_next_step_is_no_pause() -> None:
@@ -54,13 +54,11 @@ def test_what_was_done_of_a_step_that_broke_is_redoing() -> None:
     assert parts.noticing_s == 0.0 and parts.redoing_s == pytest.approx(0.15)
 
 
-def test_one_pause_goes_on_when_the_generation_behind_it_breaks_before_a_step(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pause_goes_on_when_the_generation_after_it_breaks_before_a_step() -> None:
     """It is logged once, with all of its time, and not logged if no member has held the
     state."""
     now = [0.0]
-    monkeypatch.setattr("elastic_trainer.world.pauses.time.monotonic", lambda: now[0])
-    pauses = Pauses()
+    pauses = Pauses(clock=lambda: now[0])
     pauses.place()
     pauses.form()
     pauses.enter([])

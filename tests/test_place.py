@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 from ports import free_port
+from waiting import until
 
 from elastic_trainer.config import ConfigError, Launch, Limits
 from elastic_trainer.wire.heartbeat import Heartbeat, RankAssignment
 from elastic_trainer.wire.messages import MessageServer
 from elastic_trainer.wire.seal import worker_key
-from elastic_trainer.world.our_driver import OurDriver
+from elastic_trainer.world.our_driver import InvalidAnswer, OurDriver
 from elastic_trainer.world.place import Dismissed, Driver, DriverHooks, RunOver, Wants
 from elastic_trainer.world.plain_driver import PlainDriver
 from elastic_trainer.world.reach import (
@@ -40,6 +41,8 @@ SOON_LOST = replace(LIMITS, driver_lost_s=0.3)
 DEADLINE_S = 60.0
 GRAVES: list[socket.socket] = []
 Words = dict[str, Any]
+Make = Callable[..., OurDriver]
+"""Makes a worker's connection to its driver."""
 LEFT_OUT = vars(Heartbeat(count=0, phase="", generation=0))
 """What a worker leaves out of a message, because it is the default."""
 
@@ -103,7 +106,7 @@ def script() -> Iterator[Script]:
 
 
 @pytest.fixture
-def worker(script: Script) -> Iterator[Callable[..., OurDriver]]:
+def worker(script: Script) -> Iterator[Make]:
     """Return a maker of workers; their beats end with the test."""
     made = []
 
@@ -127,14 +130,6 @@ def worker(script: Script) -> Iterator[Callable[..., OurDriver]]:
         until(has_ended)
 
 
-def until(seen: Callable[[], Any]) -> None:
-    """Wait until `seen()` is true."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not seen():
-        assert time.monotonic() < deadline, "it did not happen"
-        threading.Event().wait(0.005)
-
-
 def place(generation: int, rank: int = 0, size: int = 2, **news: Any) -> Words:
     seat = {"generation": generation, "rank": rank, "size": size, "local_rank": 0, "local_size": 1,
             "address": "127.0.0.1", "port": 4711}
@@ -151,16 +146,13 @@ def placed_when_accepted(generation: int) -> Callable[[Words], Words]:
 
 
 def test_a_worker_has_its_place_when_it_has_accepted_the_offer(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """It reports that it is ready, receives the offer, accepts it, and receives its place."""
     script.say(placed_when_accepted(1))
     driver = worker()
-    assert driver.next_place(False, 0) == RankAssignment(generation=1,
-                                                rank=1,
-                                                size=3,
-                                                local_rank=0,
-                                                local_size=1,
-                                                address="127.0.0.1", port=4711)
+    assert driver.next_place(False, 0) == RankAssignment(generation=1, rank=1, size=3, local_rank=0,
+                                                         local_size=1, address="127.0.0.1",
+                                                         port=4711)
     assert [(w["phase"], w["accepted"], w["holds_state"]) for w in script.heard] == [
         ("standby", 0, False), ("standby", 7, False)]
     assert {(w["worker"], w["pid"]) for w in script.heard} == {("a/0/1", os.getpid())}
@@ -193,8 +185,7 @@ def test_only_silence_is_no_way_through(deaf: socket.socket) -> None:
         assert unreachable({}, 0.1) == []
 
 
-def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script,
-                                                               worker: Callable[..., OurDriver],
+def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script, worker: Make,
                                                                deaf: socket.socket) -> None:
     """The message that accepts reports the peers out of reach; before that nothing is
     claimed."""
@@ -205,8 +196,7 @@ def test_an_offer_is_accepted_when_its_members_have_been_tried(script: Script,
     assert [(w["accepted"], w["unreachable"]) for w in script.heard] == [(0, None), (7, ["b/0/2"])]
 
 
-def test_a_worker_can_be_reached_at_its_listener(script: Script, worker: Callable[...,
-                                                                              OurDriver]) -> None:
+def test_a_worker_can_be_reached_at_its_listener(script: Script, worker: Make) -> None:
     """Any number of times: each connection is closed at once."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
@@ -231,7 +221,7 @@ def test_a_listener_lets_all_go_who_can_wait_there() -> None:
 
 
 def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """Its old place is no answer, however often it is sent. It reports what it holds."""
     driver = worker()
     script.say(place(1))
@@ -249,16 +239,14 @@ def test_a_worker_waits_for_a_later_generation_when_its_own_has_ended(
 
 
 @pytest.mark.parametrize("news", [{"evicted": True}, {"leave": True}, {"finished": True}])
-def test_a_newcomer_leaves_when_it_is_not_wanted(script: Script, worker: Callable[..., OurDriver],
-                                                 news: Words) -> None:
+def test_a_newcomer_leaves_when_it_is_not_wanted(script: Script, worker: Make, news: Words) -> None:
     """Evicted, let go, or too late."""
     script.say(news)
     with pytest.raises(Dismissed):
         worker().next_place(False, 0)
 
 
-def test_a_member_is_over_when_the_others_have_finished(script: Script,
-                                                        worker: Callable[..., OurDriver]) -> None:
+def test_a_member_is_over_when_the_others_have_finished(script: Script, worker: Make) -> None:
     """It had a place, so it holds the last step or can say that it does not."""
     script.say(place(1))
     driver = worker()
@@ -270,7 +258,7 @@ def test_a_member_is_over_when_the_others_have_finished(script: Script,
 
 
 def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """Before anything else that the driver says."""
     script.say({"over": "user_error", "detail": "rank 2 raised ValueError", "evicted": True})
     with pytest.raises(RunOver) as over:
@@ -278,8 +266,7 @@ def test_the_verdict_and_its_reason_arrive_when_the_attempt_is_over(
     assert (over.value.verdict, over.value.detail) == ("user_error", "rank 2 raised ValueError")
 
 
-def test_writes_while_it_waits_when_the_driver_asks_for_it(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_writes_while_it_waits_when_the_driver_asks_for_it(script: Script, worker: Make) -> None:
     """It goes on waiting, and says so; after the end of the attempt it is asked once more who
     writes."""
     script.say(place(1))
@@ -320,16 +307,14 @@ def test_the_attempt_is_over_for_a_worker_when_its_driver_is_frozen() -> None:
     """A driver that takes messages and never answers is lost, too."""
     limits = Limits(heartbeat_s=0.02, driver_lost_s=1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        launch = Launch(driver=f"127.0.0.1:{listener.getsockname()[1]}",
-                        key=KEY,
-                        worker="a/0/1",
+        launch = Launch(driver=f"127.0.0.1:{listener.getsockname()[1]}", key=KEY, worker="a/0/1",
                         limits=limits)
         with pytest.raises(RunOver, match="driver lost"):
             OurDriver(launch).next_place(False, 0)
 
 
 def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """A failed message is sent again."""
     failures = iter([True, True, True])
 
@@ -342,7 +327,20 @@ def test_a_worker_goes_on_when_its_driver_was_away_for_a_moment(
     assert worker().next_place(False, 0).generation == 1
 
 
-# --- beats ----------------------------------------------------------------------------------------
+def test_an_answer_of_another_form_is_an_error_at_once(script: Script, worker: Make) -> None:
+    """A driver of another version: to ask again for `driver_lost_s` would not help. A worker that
+    trains stops after its step."""
+    script.say({"offer": "seven"})
+    with pytest.raises(InvalidAnswer, match="Install the same version of elastic-trainer"):
+        worker().next_place(False, 0)
+    driver = worker()
+    training(script, driver)
+    script.say({"offer": "seven"})
+    until(lambda: driver.wants().stop)
+    driver.report(error="a traceback")
+
+
+# --- heartbeats -----------------------------------------------------------------------------------
 
 def training(script: Script, driver: OurDriver, **news: Any) -> list[str]:
     """Bring a worker into generation 1, and return where its `on_broken` is noted."""
@@ -356,7 +354,7 @@ def training(script: Script, driver: OurDriver, **news: Any) -> list[str]:
 
 
 def test_the_driver_gets_heartbeats_when_a_worker_does_nothing(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """Beats come by themselves, from the start, and say what was noted last."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
@@ -368,7 +366,7 @@ def test_the_driver_gets_heartbeats_when_a_worker_does_nothing(
 
 
 def test_no_two_messages_have_one_number_when_heartbeats_and_questions_mix(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """So the driver can distinguish an old message from a new one."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
@@ -379,20 +377,21 @@ def test_no_two_messages_have_one_number_when_heartbeats_and_questions_mix(
     assert driver.count >= max(counts)
 
 
-def test_the_sockets_are_closed_when_a_member_is_dead(script: Script,
-                                                      worker: Callable[..., OurDriver]) -> None:
-    """`on_broken` runs in the beats' thread, while the main thread sits in a collective."""
+@pytest.mark.parametrize("news", [place(1, dead=[1]), {"evicted": True}], ids=["dead", "evicted"])
+def test_the_sockets_are_closed_when_a_member_is_dead(script: Script, worker: Make,
+                                                      news: Words) -> None:
+    """`on_broken` runs in the heartbeats' thread, while the main thread sits in a collective. For
+    the others a worker that is evicted is dead already."""
     driver = worker()
     broken = training(script, driver)
     assert not driver.is_broken()
-    script.say(place(1, dead=[1]))
-    until(lambda: broken)
+    script.say(news)
+    until(lambda: broken and driver.is_broken())
     assert set(broken) == {"heartbeats"}
-    assert driver.is_broken()
 
 
 def test_nothing_is_closed_when_the_dead_are_of_another_generation(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """Late news of an earlier generation breaks no later one."""
     driver = worker()
     broken = training(script, driver)
@@ -404,8 +403,7 @@ def test_nothing_is_closed_when_the_dead_are_of_another_generation(
     assert not broken and not driver.is_broken()
 
 
-def test_nothing_is_closed_when_a_worker_is_not_training(script: Script,
-                                                         worker: Callable[..., OurDriver]) -> None:
+def test_nothing_is_closed_when_a_worker_is_not_training(script: Script, worker: Make) -> None:
     """Without a place there are no peers."""
     driver, broken = worker(), list[int]()
     script.say(place(1, dead=[1]))
@@ -414,28 +412,21 @@ def test_nothing_is_closed_when_a_worker_is_not_training(script: Script,
     assert not broken
 
 
-def test_the_sockets_are_closed_when_the_driver_has_evicted_us(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
-    """For the others we are dead already."""
-    driver = worker()
-    broken = training(script, driver)
-    script.say({"evicted": True})
-    until(lambda: broken and driver.is_broken())
-
-
-def test_a_change_is_wanted_when_the_driver_gives_notice(script: Script,
-                                                         worker: Callable[..., OurDriver]) -> None:
-    """And no stop with it."""
+@pytest.mark.parametrize(("news", "wants"), [
+    (place(1, notice="join"), Wants(change=True)),
+    (place(1, notice="leave", unwanted=True), Wants(change=True, drains=True, host_leaves=True)),
+    ({"over": "interrupted", "detail": ""}, Wants(stop=True))], ids=["join", "leave", "over"])
+def test_a_worker_wants_what_its_driver_expects(script: Script, worker: Make, news: Words,
+                                             wants: Wants) -> None:
+    """A change of the world is no stop of the attempt."""
     driver = worker()
     training(script, driver)
-    assert not driver.wants().change
-    script.say(place(1, notice="spot"))
-    until(lambda: driver.wants().change)
-    assert not driver.wants().stop
+    assert driver.wants() == Wants()
+    script.say(news)
+    until(lambda: driver.wants() == wants)
 
 
-def test_a_change_is_wanted_when_this_worker_drains(script: Script,
-                                                    worker: Callable[..., OurDriver]) -> None:
+def test_a_change_is_wanted_when_this_worker_drains(script: Script, worker: Make) -> None:
     """At once, and the driver hears it with the next beat."""
     driver = worker()
     training(script, driver)
@@ -444,18 +435,7 @@ def test_a_change_is_wanted_when_this_worker_drains(script: Script,
     script.wait_for(lambda w: w["drains"])
 
 
-def test_a_stop_is_wanted_when_the_attempt_is_over(script: Script,
-                                                   worker: Callable[..., OurDriver]) -> None:
-    """The worker leaves at its next step."""
-    driver = worker()
-    training(script, driver)
-    assert not driver.wants().stop
-    script.say({"over": "interrupted", "detail": ""})
-    until(lambda: driver.wants().stop)
-
-
-def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script,
-                                                  worker: Callable[..., OurDriver]) -> None:
+def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script, worker: Make) -> None:
     """A worker without a driver does not train on as a zombie."""
     driver = worker(limits=SOON_LOST)
     training(script, driver)
@@ -472,40 +452,32 @@ def test_a_stop_is_wanted_when_the_driver_is_lost(script: Script,
 # --- what a worker says ---------------------------------------------------------------------------
 
 
-def test_the_driver_gets_the_error_when_the_users_code_fails(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
-    """Its whole text, before the worker ends."""
+@pytest.mark.parametrize("facts", [{"error": "Traceback …\nValueError: bad sample"},
+                                   {"phase": "finished", "step": 12}])
+def test_the_driver_has_a_report_before_the_worker_goes_on(script: Script, worker: Make,
+                                                           facts: Words) -> None:
+    """The whole text of the user's error; that the last vote has passed, with the steps."""
     driver = worker()
     driver.start(DriverHooks(), False, 0)
-    driver.report(error="Traceback …\nValueError: bad sample")
-    assert any(w.get("error") == "Traceback …\nValueError: bad sample" for w in script.heard)
+    driver.report(**facts)
+    assert any(facts.items() <= words.items() for words in script.heard)
 
 
 def test_the_others_go_on_when_a_worker_fails_before_it_stands_ready(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """What fails while it boots may be its host's fault, so it does not end the run."""
     worker().report(error="a traceback")
     assert script.heard == []
 
 
-def test_the_driver_gets_the_message_that_the_last_vote_has_passed(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
-    """With the number of steps."""
-    driver = worker()
-    driver.start(DriverHooks(), False, 0)
-    driver.report(phase="finished", step=12)
-    assert ("finished", 12) in [(w["phase"], w["step"]) for w in script.heard]
-
-
 def test_the_driver_gets_a_message_when_a_worker_starts_anew_in_place(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """From whatever thread notices."""
     worker().revive_soon()
     script.wait_for(lambda w: w["phase"] == "reviving")
 
 
-def test_nothing_fails_when_the_driver_is_gone(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+def test_nothing_fails_when_the_driver_is_gone(script: Script, worker: Make) -> None:
     """The last message must not hide the error that it reports."""
     driver = worker(limits=SOON_LOST)
     driver.start(DriverHooks(), False, 0)
@@ -516,7 +488,7 @@ def test_nothing_fails_when_the_driver_is_gone(
 
 
 def test_a_worker_goes_on_where_it_was_when_it_has_started_anew(
-        script: Script, worker: Callable[..., OurDriver]) -> None:
+        script: Script, worker: Make) -> None:
     """It waits, in its generation, counts on from its last message, and takes only a later
     place."""
     driver = worker(revived_generation=3, revived_count=50)
@@ -568,8 +540,7 @@ class Horovodrun:
                 """Say nothing."""
 
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever,
-                         kwargs={"poll_interval": 0.01},
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01},
                          daemon=True).start()
 
     def worker(self, monkeypatch: pytest.MonkeyPatch, rank: int, size: int,
@@ -643,17 +614,9 @@ def test_a_worker_takes_its_driver_from_the_environment() -> None:
         "ELASTIC_TRAINER_WORKER": "a/1/4", "HOROVOD_HOSTNAME": "a", "HOROVOD_LOCAL_RANK": "1",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1", "ELASTIC_TRAINER_REDUCE": "ring"
     })
-    assert launch == Launch(run_dir=Path("/runs/x"),
-                            attempt=3,
-                            driver="10.0.0.1:99",
-                            key=KEY,
-                            worker="a/1/4",
-                            host="a",
-                            slot=1,
-                            horovod=True,
-                            rendezvous=("10.0.0.1", 0),
-                            reduce="ring",
-                            reduce_asked="ring")
+    assert launch == Launch(run_dir=Path("/runs/x"), attempt=3, driver="10.0.0.1:99", key=KEY,
+                            worker="a/1/4", host="a", slot=1, horovod=True,
+                            rendezvous=("10.0.0.1", 0), reduce="ring", reduce_asked="ring")
 
 
 def test_a_worker_is_alone_when_the_environment_is_empty() -> None:

@@ -30,7 +30,8 @@ from horovod.runner.http.http_client import (
     send_request,
 )
 from horovod.runner.http.http_server import KVStoreServer, RendezvousServer
-from netlab import Pickled, wait_for
+from netlab import Pickled
+from waiting import wait_for
 
 SECRET = "plain-horovodrun-must-not-show-this"
 WORKER = """

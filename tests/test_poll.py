@@ -24,7 +24,7 @@ from elastic_trainer.discovery.client import AgentUnreachable, ask
 from elastic_trainer.discovery.health import Agent
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.memory import recall
-from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable, Supply
 from elastic_trainer.discovery.poll import Poller
 
 KEY = b"k" * 32
@@ -37,14 +37,17 @@ class Cloud:
 
     def __init__(self, answer: list[Instance]):
         self.answer: list[Instance] | Exception | Callable[[], list[Instance]] = answer
+        self.found: Supply | Exception | None = None
 
     def instances(self) -> list[Instance]:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer() if callable(self.answer) else self.answer
 
-    def supply(self) -> None:
-        """Return that it is unknown."""
+    def supply(self) -> Supply | None:
+        if isinstance(self.found, Exception):
+            raise self.found
+        return self.found
 
 
 SILENT = PlaceUnavailable("as planned")
@@ -128,8 +131,11 @@ class Story:
         self.pool.shutdown()
 
 
+Make = Callable[..., Story]
+
+
 @pytest.fixture
-def story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
+def story(tmp_path: Path) -> Iterator[Make]:
     """A maker of stories."""
     with ExitStack() as stack:
         def make(size: int, **how: Any) -> Story:
@@ -144,7 +150,7 @@ def story(tmp_path: Path) -> Iterator[Callable[..., Story]]:
 # --- its own end ----------------------------------------------------------------------------------
 
 def test_a_poller_that_is_restarted_while_the_cloud_is_silent_has_the_memory_of_the_last_one(
-        story: Callable[..., Story]) -> None:
+        story: Make) -> None:
     """The list, the excluded hosts, the agents to ask. A lost request costs no host its place, and
     a notice is heard."""
     s = story(4)
@@ -167,7 +173,7 @@ def test_a_poller_that_is_restarted_while_the_cloud_is_silent_has_the_memory_of_
                                                                  ("i-1", "notice: terminate")]
 
 
-def test_an_empty_answer_after_a_restart_must_be_confirmed(story: Callable[..., Story]) -> None:
+def test_an_empty_answer_after_a_restart_must_be_confirmed(story: Make) -> None:
     """And who goes is named, by name."""
     s = story(2)
     s.poll()
@@ -179,8 +185,7 @@ def test_an_empty_answer_after_a_restart_must_be_confirmed(story: Callable[..., 
         (i.name, "the cloud does not know it any more") for i in s.fleet]
 
 
-def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(
-        story: Callable[..., Story]) -> None:
+def test_a_story_is_the_same_when_the_poller_is_restarted_at_every_turn(story: Make) -> None:
     """Flaps, holds, dooms, doubts, silence: list by list and event by event."""
     ends = []
     for is_restarted in (False, True):
@@ -222,7 +227,7 @@ WRONG = {"torn": lambda text: text[: len(text) // 2], "zeros": lambda text: "\0"
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_a_memory_that_is_not_whole_is_distrusted(story: Callable[..., Story], kind: str,
+def test_a_memory_that_is_not_whole_is_distrusted(story: Make, kind: str,
                                                   capfd: pytest.CaptureFixture[str]) -> None:
     """The next poller prints that and starts without a past: while the cloud is silent the list is
     not touched."""
@@ -242,7 +247,7 @@ def test_a_memory_that_is_not_whole_is_distrusted(story: Callable[..., Story], k
 
 # --- what must not end it -------------------------------------------------------------------------
 
-def test_a_thousand_failures_are_no_more_than_one(story: Callable[..., Story]) -> None:
+def test_a_thousand_failures_are_no_more_than_one(story: Make) -> None:
     """The pause between questions has an upper end, and so has its reckoning."""
     s = story(1)
     s.poll()
@@ -251,7 +256,7 @@ def test_a_thousand_failures_are_no_more_than_one(story: Callable[..., Story]) -
     assert s.poll(100.0) == [1] and s.poller.question.failures == 5001
 
 
-def test_a_cloud_that_fails_is_asked_with_back_off(story: Callable[..., Story]) -> None:
+def test_a_cloud_that_fails_is_asked_with_back_off(story: Make) -> None:
     """The pause doubles with each failure up to its end, and is the usual one after an answer."""
     s, asked = story(1, agent_port=None, policy=Policy(settle_s=0.0), interval_s=5.0), list[float]()
 
@@ -274,7 +279,7 @@ def test_a_cloud_that_fails_is_asked_with_back_off(story: Callable[..., Story]) 
 
 
 def test_a_notice_reaches_the_file_when_the_event_log_cannot_be_written(
-        story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
+        story: Make, capfd: pytest.CaptureFixture[str]) -> None:
     """A full disk."""
     s = story(2, events_file=Path("/dev/full"))
     assert s.poll() == [1, 2]
@@ -283,7 +288,7 @@ def test_a_notice_reaches_the_file_when_the_event_log_cannot_be_written(
     assert "/dev/full" in capfd.readouterr().err
 
 
-def test_a_list_that_cannot_be_written_is_tried_again(story: Callable[..., Story],
+def test_a_list_that_cannot_be_written_is_tried_again(story: Make,
                                                       capfd: pytest.CaptureFixture[str]) -> None:
     """It prints that once, and goes on; also when the file was deleted."""
     s = story(2)
@@ -303,7 +308,7 @@ def test_a_list_that_cannot_be_written_is_tried_again(story: Callable[..., Story
     assert s.poll() == [2]
 
 
-def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., Story]) -> None:
+def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Make) -> None:
     """The question waits in a thread of its own; its answer counts when it comes, and one that
     never comes is given up."""
     s, released, asked = story(3), threading.Event(), threading.Semaphore(0)
@@ -331,7 +336,7 @@ def test_a_notice_reaches_the_file_while_the_cloud_hangs(story: Callable[..., St
 
 
 def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
-        story: Callable[..., Story]) -> None:
+        story: Make) -> None:
     """Who has vanished from one answer is asked still; the doubt stays until the cloud has answered
     again. No host is logged as out before that."""
     s, outs = story(2, policy=Policy(settle_s=0.0)), []
@@ -345,8 +350,7 @@ def test_a_notice_counts_while_an_odd_answer_is_doubted_and_the_cloud_is_silent(
     assert outs == [[], [], [], ["i-2"], ["i-2", "i-1"]]
 
 
-def test_a_host_that_flaps_in_the_clouds_list_is_logged_as_held_back(
-        story: Callable[..., Story]) -> None:
+def test_a_host_that_flaps_in_the_clouds_list_is_logged_as_held_back(story: Make) -> None:
     """Each arrival and departure is logged. From the third arrival on it stays off the list, and
     that is logged with its reason."""
     s = story(2, agent_port=None, policy=Policy(settle_s=0.0))
@@ -361,7 +365,7 @@ def test_a_host_that_flaps_in_the_clouds_list_is_logged_as_held_back(
 
 # --- its own faults -------------------------------------------------------------------------------
 
-def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Story],
+def test_the_list_stands_when_the_pollers_network_fails(story: Make,
                                                         capsys: pytest.CaptureFixture[str]) -> None:
     """No agent can be heard, and the cloud calls all of them running: the poller doubts itself, and
     says so."""
@@ -383,8 +387,7 @@ def test_the_list_stands_when_the_pollers_network_fails(story: Callable[..., Sto
 
 
 @pytest.mark.parametrize("jump_s", [-3600.0, 3600.0])
-def test_the_list_stands_when_the_pollers_clock_jumps(story: Callable[..., Story],
-                                                      jump_s: float) -> None:
+def test_the_list_stands_when_the_pollers_clock_jumps(story: Make, jump_s: float) -> None:
     """All agents seem to have another clock. Its age is that of the agents' last answers with the
     right time."""
     s = story(3)
@@ -408,7 +411,7 @@ def test_the_script_does_not_trust_a_file_from_the_future(
 
 
 def test_without_agents_the_lists_age_is_that_of_the_clouds_last_believed_answer(
-        story: Callable[..., Story]) -> None:
+        story: Make) -> None:
     """A doubted answer does not make it younger, and no answer does not."""
     s = story(4, agent_port=None, policy=Policy(settle_s=0.0))
     s.poll()
@@ -437,7 +440,7 @@ def printed(s: Story, capfd: pytest.CaptureFixture[str]) -> list[int] | None:
 
 
 def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(
-        story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
+        story: Make, capfd: pytest.CaptureFixture[str]) -> None:
     """All agents are heard, so the list is as young as their answers. When the last host leaves by
     its own report the list is empty for as long as that is young; then nothing is known."""
     s = story(3)
@@ -463,7 +466,7 @@ def test_a_notice_reaches_horovodrun_however_long_the_cloud_is_silent(
 
 
 def test_a_listed_host_that_is_silent_makes_the_list_too_old(
-        story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
+        story: Make, capfd: pytest.CaptureFixture[str]) -> None:
     """It is as old as the least that is known of anybody on it."""
     s = story(3)
     s.poll()
@@ -484,7 +487,7 @@ def test_a_listed_host_that_is_silent_makes_the_list_too_old(
 
 
 def test_a_list_is_not_new_and_empty_when_a_host_has_fallen_silent(
-        story: Callable[..., Story], capfd: pytest.CaptureFixture[str]) -> None:
+        story: Make, capfd: pytest.CaptureFixture[str]) -> None:
     """One has a notice and reports it; the other, silent and unknown to a silent cloud, may work
     all the same."""
     s = story(2)
@@ -500,7 +503,7 @@ def test_a_list_is_not_new_and_empty_when_a_host_has_fallen_silent(
 
 # --- what it hears --------------------------------------------------------------------------------
 
-def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]) -> None:
+def test_a_host_whose_agent_was_restarted_comes_back(story: Make) -> None:
     """It leaves while it is being stopped, and returns when the next agent reports ready, behind
     who has stayed."""
     s = story(2)
@@ -513,7 +516,7 @@ def test_a_host_whose_agent_was_restarted_comes_back(story: Callable[..., Story]
     assert s.poll() == [2, 1]
 
 
-def test_refused_clients_of_an_agent_are_logged(story: Callable[..., Story]) -> None:
+def test_refused_clients_of_an_agent_are_logged(story: Make) -> None:
     """Once a minute and host at most, with how many; also after a restart of the agent or the
     poller."""
     s = story(2)
@@ -544,7 +547,7 @@ def test_refused_clients_of_an_agent_are_logged(story: Callable[..., Story]) -> 
     assert [e["refused"] for e in s.logged("stranger_refused")] == [1, 2, 1]
 
 
-def test_the_table_shows_since_when_for_every_host(story: Callable[..., Story],
+def test_the_table_shows_since_when_for_every_host(story: Make,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     """In or out; what is scheduled for later is shown, and who was refused."""
     s = story(2)
@@ -561,7 +564,7 @@ def test_the_table_shows_since_when_for_every_host(story: Callable[..., Story],
     assert "instance-stop in 120 min" in first and "ready, 1 refused" in first and "10 s" in first
 
 
-def test_one_agent_that_trickles_delays_no_other_s_notice(story: Callable[..., Story]) -> None:
+def test_one_agent_that_trickles_delays_no_other_s_notice(story: Make) -> None:
     """A wedged or bought worker sends a byte now and then: its own answer never comes, and
     everybody else's does."""
     stopping, deadline = threading.Event(), time.monotonic() + 60.0
@@ -609,7 +612,7 @@ def test_an_answer_has_an_end() -> None:
 
 # --- what it tells --------------------------------------------------------------------------------
 
-def test_an_answer_that_is_not_believed_is_logged(story: Callable[..., Story]) -> None:
+def test_an_answer_that_is_not_believed_is_logged(story: Make) -> None:
     """Once, with how many it lacks; and no host is logged as gone for it, neither a host on the
     list nor another."""
     s = story(4)
@@ -628,7 +631,7 @@ def test_an_answer_that_is_not_believed_is_logged(story: Callable[..., Story]) -
         s.logged("host_sick")) == 1 and not s.logged("host_out", "host_gone")
 
 
-def test_a_host_of_a_doubted_answer_is_not_logged(story: Callable[..., Story]) -> None:
+def test_a_host_of_a_doubted_answer_is_not_logged(story: Make) -> None:
     """It is known with the next one: no host is logged as in, or gone again, of which nothing is
     sure."""
     s = story(4)
@@ -645,7 +648,7 @@ def test_a_host_of_a_doubted_answer_is_not_logged(story: Callable[..., Story]) -
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_only_the_loss_of_those_who_were_doubted_is_believed(story: Callable[..., Story],
+def test_only_the_loss_of_those_who_were_doubted_is_believed(story: Make,
                                                              is_answered: bool) -> None:
     """Three of four turn sick, before or at an answer of the cloud, which counts once; then its
     answer is empty: that is the first time that the fourth is lost, so the list stands."""
@@ -659,7 +662,7 @@ def test_only_the_loss_of_those_who_were_doubted_is_believed(story: Callable[...
     assert s.poll(5.0) == []
 
 
-def test_a_doubt_that_has_gone_settles_no_later_one(story: Callable[..., Story]) -> None:
+def test_a_doubt_that_has_gone_settles_no_later_one(story: Make) -> None:
     """Most are sick for a moment between two answers, and then an answer is without them, for the
     first time."""
     s = story(4)
@@ -673,7 +676,7 @@ def test_a_doubt_that_has_gone_settles_no_later_one(story: Callable[..., Story])
     assert s.poll(5.0) == [1]
 
 
-def test_a_host_that_is_sick_from_the_beginning_is_logged(story: Callable[..., Story]) -> None:
+def test_a_host_that_is_sick_from_the_beginning_is_logged(story: Make) -> None:
     """Once for each reason, whatever its figures are by then, also after a restart of the
     poller."""
     s = story(2)
@@ -691,7 +694,7 @@ def test_a_host_that_is_sick_from_the_beginning_is_logged(story: Callable[..., S
     assert not s.logged("host_out")
 
 
-def test_the_end_of_a_host_that_had_left_is_logged(story: Callable[..., Story]) -> None:
+def test_the_end_of_a_host_that_had_left_is_logged(story: Make) -> None:
     """Once; that of a host on the list is its leaving."""
     s = story(3)
     s.poll()

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from netlab import wait_for
+from netlab import Pickled
+from waiting import wait_for
 
 from elastic_trainer.driver.rendezvous import MAX_NON_MEMBERS, MESHES, NAMES_EACH, Rendezvous
 
@@ -37,6 +38,9 @@ class Store:
         result = answer.status, answer.read()
         connection.close()
         return result
+
+    def connect(self, source: str = "127.0.0.1") -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.store.port), DEADLINE_S, (source, 0))
 
     def close(self) -> None:
         self.store.close()
@@ -81,26 +85,15 @@ def test_a_value_is_refused_when_it_is_too_big_or_of_no_known_size(rendezvous: S
 
 def test_a_value_without_a_length_is_refused(rendezvous: Store) -> None:
     """It would be kept as an empty one, and a peer would take that for an address."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port),
-                                  timeout=DEADLINE_S) as connection:
+    with rendezvous.connect() as connection:
         connection.sendall(b"PUT /global/0 HTTP/1.1\r\n\r\n")
         assert b" 413 " in connection.recv(100)
     assert rendezvous.ask("GET", "/global/0")[0] == 404
 
 
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return open, (str(self.file), "w")
-
-
 def test_nothing_is_executed_when_a_pickle_is_put(rendezvous: Store, tmp_path: Path) -> None:
     """Under the names that Horovod's own server unpickles, bytes stay bytes (F10)."""
-    trap = pickle.dumps(Trap(tmp_path / "executed"))
+    trap = pickle.dumps(Pickled(f"touch {tmp_path}/executed"))
     for path in ("/worker_addresses/localhost:0", "/runfunc/func", "/runfunc_result/0"):
         assert rendezvous.ask("PUT", path, trap)[0] == 200
         assert rendezvous.ask("GET", path) == (200, trap)
@@ -111,8 +104,7 @@ def test_nothing_is_executed_when_a_pickle_is_put(rendezvous: Store, tmp_path: P
 @pytest.mark.parametrize("path", ["/", "/global", "/a/b/c/d", "/../../etc/passwd", "//"])
 def test_the_store_goes_on_when_a_path_is_none_of_its(rendezvous: Store, path: str) -> None:
     """It serves no files, and one bad request is one connection."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port),
-                                  timeout=DEADLINE_S) as connection:
+    with rendezvous.connect() as connection:
         connection.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert b" 200 " not in answer
@@ -141,8 +133,7 @@ def test_who_asks_for_a_value_that_is_not_there_yet_is_answered_when_it_is(
 @pytest.mark.parametrize("rendezvous", [{"request_s": 0.2}], indirect=True)
 def test_a_request_that_never_ends_delays_no_other(rendezvous: Store) -> None:
     """Others are served meanwhile; it is dropped after a while."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port),
-                                  timeout=DEADLINE_S) as connection:
+    with rendezvous.connect() as connection:
         connection.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Length: 5\r\n\r\nha")
         wait_for("request", lambda: rendezvous.store.open, DEADLINE_S)
         rendezvous.store.request_s = 60.0  # for those that come later
@@ -156,8 +147,7 @@ def test_a_request_that_never_ends_delays_no_other(rendezvous: Store) -> None:
 def test_a_non_member_is_reported_though_its_bytes_are_no_request(rendezvous: Store,
                                                               hangs_up: bool) -> None:
     """Also a request without an end and a connection cut short."""
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S,
-                                  ("127.0.0.2", 0)) as connection:
+    with rendezvous.connect("127.0.0.2") as connection:
         connection.sendall(b"rubbish")
         if hangs_up:
             connection.shutdown(socket.SHUT_WR)
@@ -221,9 +211,7 @@ def test_idle_connections_keep_no_member_out(rendezvous: Store, source: str) -> 
     """One too many of an address closes the oldest of it that has sent no whole request."""
     with ExitStack() as stack:
         for _ in range(MAX_NON_MEMBERS + 20):
-            stack.enter_context(
-                socket.create_connection(("127.0.0.1", rendezvous.store.port), DEADLINE_S,
-                                         (source, 0)))
+            stack.enter_context(rendezvous.connect(source))
         assert rendezvous.ask("PUT", "/global/0", b"an address")[0] == 200
         wait_for("refusals", lambda: len(rendezvous.refused) >= 20, DEADLINE_S)
         assert set(rendezvous.refused) == {(source, "too many connections")}
@@ -255,8 +243,7 @@ def test_names_that_were_asked_for_in_vain_leave_nothing(rendezvous: Store) -> N
 def test_who_waits_is_let_go_when_the_store_closes() -> None:
     """A generation without members leaves no thread and no connection."""
     rendezvous = Store(hold_s=60.0)
-    with socket.create_connection(("127.0.0.1", rendezvous.store.port),
-                                  timeout=DEADLINE_S) as connection:
+    with rendezvous.connect() as connection:
         connection.sendall(b"GET /global/0 HTTP/1.0\r\n\r\n")
         wait_for("request", lambda: rendezvous.store.waiting, DEADLINE_S)
         rendezvous.close()

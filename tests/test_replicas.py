@@ -25,8 +25,8 @@ from elastic_trainer.world.replicas import (
 )
 
 DTYPES = [
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool
-]
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8,
+    torch.bool]
 
 
 def trained(width: int = 96, optimizer: str = "AdamW") -> LiveState:
@@ -133,8 +133,7 @@ def test_the_bound_does_not_grow_with_the_model() -> None:
                 super().__init__()
                 self.weight = torch.nn.Parameter(torch.empty(elements, device="meta"))
 
-        return Replica(LiveState(model := Large(), torch.optim.SGD(model.parameters(),
-                                                                      0.1))).slices
+        return Replica(LiveState(model := Large(), torch.optim.SGD(model.parameters(), 0.1))).slices
 
     assert slices(10) == 1
     assert slices(SLICE_BYTES) == 4
@@ -164,40 +163,41 @@ def test_the_odd_ones_are_those_whom_more_than_half_contradict(held: str, majori
                                                                odd: Any) -> None:
     """If no more than half hold the same bits, there is no majority."""
     found = judge([[("w", ord(one)), ("v", 1)] for one in held])
-    assert (found.majority, found.outliers, found.tensors) == (majority, odd, ("w",))
+    assert (found.majority, found.outliers, found.tensors) == (majority, odd, ("w", ))
 
 
-@pytest.mark.parametrize(("held", "received", "before", "majority", "holders"), [
-    # Nobody has received anything lately, or all have (from a checkpoint).
-    ("aab", (-1, -1, -1), 0, (0, 1), ()),
-    ("ab", (-1, -1), 0, (), ()),
-    ("aabb", (5, 5, 5, 5), 0, (), ()),
-    # A witness that has held its state as long as the one that differs, or longer.
-    ("aab", (-1, -1, 5), 0, (0, 1), ()),
-    ("abb", (-1, -1, 5), 0, (1, 2), ()),
-    ("aaba", (-1, 3, 5, 7), 0, (0, 1, 3), ()),
-    ("aaab", (-1, -1, -1, 5), 0, (0, 1, 2), ()),
-    # Only receivers speak against the one that is right.
-    ("abb", (-1, 5, 5), 0, (1, 2), (0,)),
-    ("bab", (5, -1, 7), 0, (0, 2), (1,)),
-    ("abb", (3, 5, 5), 0, (1, 2), (0,)),
-    ("aabbb", (-1, -1, 5, 5, 6), 0, (2, 3, 4), (0, 1)),
-    ("abbb", (-1, 5, 5, 5), 0, (1, 2, 3), (0,)),
-    # No majority: those that have not received are one, and the receivers differ.
-    ("ab", (-1, 5), 0, (), (0,)),
-    ("ab", (9, 5), 0, (), (1,)),
-    ("aabb", (-1, -1, 5, 5), 0, (), (0, 1)),
-    ("aabc", (-1, -1, 5, 5), 0, (), (0, 1)),
-    ("abc", (-1, 5, 6), 0, (), (0,)),
-    # The eldest differ from each other: a machine's fault, and nobody knows whose.
-    ("abc", (-1, -1, 5), 0, (), ()),
-    ("abcd", (-1, -1, 5, 5), 0, (), ()),
-    # Two receivers with the same wrong bits, at once or one after the other.
-    ("aaabb", (-1, -1, -1, 5, 5), 0, (0, 1, 2), (0, 1, 2)),
-    ("aaabc", (-1, -1, -1, 5, 5), 0, (0, 1, 2), ()),
-    ("aaab", (-1, -1, -1, 9), 1, (0, 1, 2), (0, 1, 2)),
-    ("aaba", (-1, -1, -1, 9), 1, (0, 1, 3), ()),
-])
+@pytest.mark.parametrize(
+    ("held", "received", "before", "majority", "holders"),
+    [
+        # Nobody has received anything lately, or all have (from a checkpoint).
+        ("aab", (-1, -1, -1), 0, (0, 1), ()),
+        ("ab", (-1, -1), 0, (), ()),
+        ("aabb", (5, 5, 5, 5), 0, (), ()),
+        # A witness that has held its state as long as the one that differs, or longer.
+        ("aab", (-1, -1, 5), 0, (0, 1), ()),
+        ("abb", (-1, -1, 5), 0, (1, 2), ()),
+        ("aaba", (-1, 3, 5, 7), 0, (0, 1, 3), ()),
+        ("aaab", (-1, -1, -1, 5), 0, (0, 1, 2), ()),
+        # Only receivers speak against the one that is right.
+        ("abb", (-1, 5, 5), 0, (1, 2), (0, )),
+        ("bab", (5, -1, 7), 0, (0, 2), (1, )),
+        ("abb", (3, 5, 5), 0, (1, 2), (0, )),
+        ("aabbb", (-1, -1, 5, 5, 6), 0, (2, 3, 4), (0, 1)),
+        ("abbb", (-1, 5, 5, 5), 0, (1, 2, 3), (0, )),
+        # No majority: those that have not received are one, and the receivers differ.
+        ("ab", (-1, 5), 0, (), (0, )),
+        ("ab", (9, 5), 0, (), (1, )),
+        ("aabb", (-1, -1, 5, 5), 0, (), (0, 1)),
+        ("aabc", (-1, -1, 5, 5), 0, (), (0, 1)),
+        ("abc", (-1, 5, 6), 0, (), (0, )),
+        # The eldest differ from each other: a machine's fault, and nobody knows whose.
+        ("abc", (-1, -1, 5), 0, (), ()),
+        ("abcd", (-1, -1, 5, 5), 0, (), ()),
+        # Two receivers with the same wrong bits, at once or one after the other.
+        ("aaabb", (-1, -1, -1, 5, 5), 0, (0, 1, 2), (0, 1, 2)),
+        ("aaabc", (-1, -1, -1, 5, 5), 0, (0, 1, 2), ()),
+        ("aaab", (-1, -1, -1, 9), 1, (0, 1, 2), (0, 1, 2)),
+        ("aaba", (-1, -1, -1, 9), 1, (0, 1, 3), ())])
 def test_a_receiver_is_no_witness_against_one_that_has_held_its_state_for_longer(
         held: str, received: tuple[int, ...], before: int, majority: Any, holders: Any) -> None:
     """If only receivers speak against a worker, a part of the state was lost on its way."""

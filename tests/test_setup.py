@@ -82,16 +82,16 @@ def test_one_sentence_is_shown_when_there_is_no_compiler(tmp_path: Path) -> None
                  "grep", "make"):
         if found := shutil.which(tool):
             (tools / tool).symlink_to(found)
-    env = {"PATH": str(tools), "HOME": str(tmp_path), "PYTHON": sys.executable,
-           "ELASTIC_TRAINER_VENV": str(tmp_path / "venv")}
+    env = {
+        "PATH": str(tools), "HOME": str(tmp_path), "PYTHON": sys.executable,
+        "ELASTIC_TRAINER_VENV": str(tmp_path / "venv")}
     done = install(env)
     assert done.returncode == 1
     output = [line for line in done.stderr.splitlines() if "compiler" in line]
     assert output == [
         "install: A C++ compiler (c++) is missing, and Horovod is built from source. Install one, "
         "e.g. apt-get "
-        "install g++."
-    ]
+        "install g++."]
     assert {path.name for path in tmp_path.iterdir()} == {"bin"}
 
 
@@ -128,8 +128,8 @@ def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is
     result = json.loads((tmp_path / "small" / "result.json").read_text())
     assert shown[-1] == f"weights {result['weights_sha256']}"
     assert (result["finished"], result["steps"], result["attempts"]) == (True, 40, 1)
-    gone = [(e["pid"], e["exit_code"]) for e in read_events(tmp_path / "small")
-            if e["event"] == "driver.worker_gone"]
+    gone = [(e["pid"], e["exit_code"])
+            for e in read_events(tmp_path / "small") if e["event"] == "driver.worker_gone"]
     assert [one for one in gone if one[1] != 0] == [(killed, -9)]
     proof = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", "small"],
                            cwd=tmp_path, capture_output=True, text=True)

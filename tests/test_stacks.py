@@ -8,14 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from test_standby import Bench, bench  # noqa: F401 (a fixture)
+from waiting import until
 
 from elastic_trainer.driver.process import WorkerProcess
 from elastic_trainer.driver.roster import Start
@@ -41,15 +40,6 @@ hangs()
 sys.stderr.write("\\n  ...\\nafter\\n")
 """
 WHERE = pytest.mark.parametrize("is_far", [False, True])
-
-
-def until(seen: Callable[[], Any]) -> Any:
-    """Wait until `seen()` is true, and return it."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (result := seen()):
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-    return result
 
 
 class Workers:
@@ -82,13 +72,10 @@ class Workers:
 
 
 @pytest.fixture
-def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: None) -> Iterator[Workers]:
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turn: None,
+            instead_of_ssh: Callable[[str], None]) -> Iterator[Workers]:
     """Workers in the test's folder; `ssh` runs a command here, in an environment as a login's."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "ssh").write_text(
-        f'#!/bin/sh\nfor last; do :; done\nexec env -i PATH={os.defpath} HOME=/ sh -c "$last"\n')
-    (tmp_path / "bin" / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    instead_of_ssh(f'for last; do :; done\nexec env -i PATH={os.defpath} HOME=/ sh -c "$last"')
     monkeypatch.chdir(tmp_path)
     workers = Workers(tmp_path)
     yield workers
@@ -100,9 +87,7 @@ def test_a_worker_that_was_a_standby_gives_its_stacks_and_its_state(
         bench: Bench, workers: Workers, is_far: bool) -> None:  # noqa: F811
     """It is in the process group of its monitor."""
     then = HANGS.replace("THREADS", "0").replace("BEFORE", "''")
-    bench.write(then)
-    bench.serve()
-    bench.booted()
+    bench.ready(then)
     command = through_shim(bench.command, bench.env, not is_far)
     worker = workers.start(command, bench.env | NAMES, is_far)
     assert os.getpgid(worker.worker_pid) not in (worker.process.pid, os.getpgid(0))
@@ -214,3 +199,60 @@ def test_a_terminals_signal_is_left_alone() -> None:
              for command in ([sys.executable, "-c", caught], with_terminal)]
     assert [bool(mask & bit) for mask in masks] == [True, False]
     assert all(mask & 1 << (signal.SIGURG - 1) for mask in masks)
+
+
+# --- the place of a crash -------------------------------------------------------------------------
+
+IN_PYTHON = """
+import ctypes, threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+def inner(): ctypes.string_at(0)
+def outer(): inner()
+outer()"""
+IN_C = """
+import ctypes, time
+libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+def waits():
+    libc.pthread_create(ctypes.byref(thread), None, libc.abort, None)
+    time.sleep(600)
+waits()"""
+
+
+def dump_of(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True,
+                          text=True)
+    return done.stderr.splitlines()
+
+
+def test_the_place_is_the_newest_frame_of_the_thread_that_died() -> None:
+    """And who called it, up to three."""
+    place = stacks.place_of(["a line", "", *dump_of(IN_PYTHON)])
+    assert place.startswith(
+        "string_at (") and "called by inner (<string>:4), called by outer (<string>:5)" in place
+    assert place.count("called by") == 2
+
+
+def test_the_place_is_found_behind_an_unfinished_progress_bar() -> None:
+    """The report begins where the bar has ended, within its line."""
+    first, *more = dump_of(IN_PYTHON)
+    behind = [f"epoch 1:  40%|####      | 4/10{first}", *more]
+    assert stacks.place_of(behind) == stacks.place_of([first, *more])
+
+
+def test_the_place_is_the_main_threads_when_a_thread_without_python_died() -> None:
+    """As when Gloo's thread dies, and the main thread waits in `hvd.init()`."""
+    assert stacks.place_of(dump_of(IN_C)).startswith("waits (<string>:")
+
+
+@pytest.mark.parametrize("lines",
+                         [[], ["Traceback (most recent call last):", '  File "a.py", line 1, in f'],
+                          ["Fatal Python error: Aborted", ""]])
+def test_the_place_of_a_crash_is_unknown_without_a_report(lines: list[str]) -> None:
+    """An exception is none, and a process may die without a frame."""
+    assert stacks.place_of(lines) == ""
+
+
+def test_a_signal_has_its_name() -> None:
+    """Also one that has none."""
+    names = [stacks.name_of(number) for number in (11, 6, 63)]
+    assert names == ["SIGSEGV", "SIGABRT", "signal 63"]

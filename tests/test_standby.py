@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import netlab
 import pytest
 import s3_servers
 from cluster import Cluster, is_running
+from waiting import wait_for
 
 from elastic_trainer.driver import standby_shim as shim
 from elastic_trainer.driver.remote import workers_of
@@ -60,28 +60,17 @@ WAITS = ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nopen('waits', 
          "while True: time.sleep(0.05)")
 
 
-def wait_for(what: str, seen: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := seen()):
-        assert time.monotonic() < deadline, f"no {what} in {DEADLINE_S:.0f} s"
-        time.sleep(0.01)
-    return found
-
-
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class Bench:
     """One folder with a job, a service that keeps standbys of it, and shims that ask for them."""
-
     def __init__(self, folder: Path, sockets: Path):
         self.folder, self.sockets = folder, sockets
         self.command = [sys.executable, "job.py"]
-        self.env = os.environ | {
-            shim.FOLDER_VARIABLE: str(sockets), "PYTHONPATH": os.pathsep.join(
-                [str(ROOT), *sys.path])
-        }
+        self.env = os.environ | {shim.FOLDER_VARIABLE: str(sockets),
+                                 "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
         self.started: list[subprocess.Popen[bytes]] = []
         self.monitors: set[int] = set()
         (folder / "events.jsonl").touch()
@@ -98,21 +87,23 @@ class Bench:
 
     def serve(self, slots: int = 1, **env: str) -> subprocess.Popen[bytes]:
         """Start the service."""
-        service = subprocess.Popen([
-            sys.executable, "-m", "elastic_trainer", "standby", "--slots",
-            str(slots), "--run-dir",
-            str(self.folder), "--", *self.command
-        ],
-                                   env=self.env | env,
-                                   cwd=self.folder,
+        command = [sys.executable, "-m", "elastic_trainer", "standby", "--slots", str(slots),
+                   "--run-dir", str(self.folder), "--", *self.command]
+        service = subprocess.Popen(command, env=self.env | env, cwd=self.folder,
                                    stderr=open(self.folder / "service.log", "ab"))
         self.started.append(service)
         return service
 
+    def ready(self, then: str = "", boot: str = "", slots: int = 1) -> subprocess.Popen[bytes]:
+        """Write the job, start the service, and wait until its standbys wait."""
+        self.write(then, boot)
+        service = self.serve(slots)
+        self.booted(slots)
+        return service
+
     def events(self, name: str) -> list[dict[str, Any]]:
         told = [
-            json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()
-        ]
+            json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
         return [e for e in told if e["event"] == name]
 
     def booted(self, count: int = 1) -> list[Path]:
@@ -126,18 +117,12 @@ class Bench:
         [path] = self.booted()
         return int(path.stem.rpartition("-")[2])
 
-    def take(self,
-             name: str = "host/0/1",
-             command: list[str] | None = None,
+    def take(self, name: str = "host/0/1", command: list[str] | None = None,
              **env: str) -> subprocess.Popen[bytes]:
         """Start a shim as the driver does."""
         worker = subprocess.Popen(
-            [*SHIM, *(command or self.command)],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
+            [*SHIM, *(command or self.command)], cwd=self.folder, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True, stdin=subprocess.DEVNULL,
             env=self.env | {"ELASTIC_TRAINER_WORKER": name, "ELASTIC_TRAINER_KEY": "secret"} | env)
         self.started.append(worker)
         return worker
@@ -168,13 +153,12 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 # --- laws -----------------------------------------------------------------------------------------
 
+
 def test_nothing_differs_when_only_the_place_does() -> None:
     booted = {"HOME": "/h", "PYTHONUNBUFFERED": "1", "TERM": "x", "PATH": "/a"}
     now = {
         "HOME": "/h", "HOROVOD_RANK": "1", "ELASTIC_TRAINER_KEY": "k", "SSH_CLIENT": "::1",
-        "_HOROVOD_LAUNCH_KEY": "k",
-        "PATH": "/b"
-    }
+        "_HOROVOD_LAUNCH_KEY": "k", "PATH": "/b"}
     assert differing(booted, now, "/bin/sh") == []
 
 
@@ -199,13 +183,13 @@ def test_any_variable_of_the_users_counts(now: dict[str, str]) -> None:
 def test_the_environment_is_that_of_the_place_with_what_the_script_has_changed() -> None:
     """[3] Set, changed and removed by it, or by a wrapper of it, since it was booted."""
     booted = {"HOME": "/h", "PATH": "/a", "SSH_TTY": "1", "LC_ALL": "C"}
-    now = {"HOME": "/h", "PATH": "/venv:/a", "SSH_TTY": "1", "OMP_NUM_THREADS": "4",
-           "HOROVOD_RANK": "0", "HOROVOD_CYCLE_TIME": "5"}
+    now = {
+        "HOME": "/h", "PATH": "/venv:/a", "SSH_TTY": "1", "OMP_NUM_THREADS": "4",
+        "HOROVOD_RANK": "0", "HOROVOD_CYCLE_TIME": "5"}
     place = {"HOME": "/h", "PATH": "/b", "HOROVOD_RANK": "1", "LC_ALL": "C"}
     assert merged(booted, now, place) == {
         "HOME": "/h", "PATH": "/venv:/a", "HOROVOD_RANK": "1", "OMP_NUM_THREADS": "4",
-        "HOROVOD_CYCLE_TIME": "5"
-    }
+        "HOROVOD_CYCLE_TIME": "5"}
 
 
 def test_the_idle_cores_are_counted() -> None:
@@ -223,17 +207,15 @@ def test_the_command_is_itself_when_there_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_the_shim_is_asked_elsewhere_when_there_is_a_folder(bench: Bench) -> None:
-    bench.write()
-    bench.serve()
-    bench.booted()
+    bench.ready()
     remote = shim.through_shim(bench.command, bench.env, is_local=False)
-    assert subprocess.run(remote,
-                          cwd=bench.folder,
+    assert subprocess.run(remote, cwd=bench.folder,
                           env=bench.env | {"ELASTIC_TRAINER_WORKER": "host/0/1"}).returncode == 0
     assert bench.here()["was"]
 
 
 # --- one standby ----------------------------------------------------------------------------------
+
 
 def test_the_place_is_handed_over(bench: Bench) -> None:
     """[1, 3] Environment, both outputs with what was said before, name and exit code."""
@@ -253,9 +235,7 @@ def test_the_place_is_handed_over(bench: Bench) -> None:
 def test_the_worker_is_known_by_its_environment(bench: Bench) -> None:
     """Whoever looks for workers in /proc finds it by its name; the secret is not there, nor on a
     command line."""
-    bench.write(WAITS)
-    bench.serve()
-    bench.booted()
+    bench.ready(WAITS)
     bench.take(ELASTIC_TRAINER_RUN_DIR="/runs/mine", ELASTIC_TRAINER_ATTEMPT="3")
     pid = bench.here()["pid"]
     mine = Path("/runs/mine")
@@ -282,9 +262,7 @@ def test_it_is_used_once_and_replaced(bench: Bench) -> None:
 
 def test_two_shims_never_get_the_same_standby(bench: Bench) -> None:
     """The second one runs the command itself."""
-    bench.write(WAITS)
-    bench.serve()
-    bench.booted()
+    bench.ready(WAITS)
     for name in ("host/0/1", "host/0/2", "host/0/3"):
         bench.take(name)
     facts = [bench.here(name) for name in ("host/0/1", "host/0/2", "host/0/3")]
@@ -294,12 +272,7 @@ def test_two_shims_never_get_the_same_standby(bench: Bench) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_reaches_the_worker(bench: Bench, number: signal.Signals) -> None:
-    bench.write(
-        f"signal.signal({int(number)}, lambda *_: sys.exit(75))\nopen('waits', 'w')\nwhile True: "
-        f"time.sleep(0.05)"
-    )
-    bench.serve()
-    bench.booted()
+    bench.ready(WAITS.replace("signal.SIGTERM", str(int(number))))
     worker = bench.take()
     wait_for("the worker", (bench.folder / "waits").exists)
     worker.send_signal(number)
@@ -310,14 +283,10 @@ def test_a_signal_reaches_the_worker(bench: Bench, number: signal.Signals) -> No
 def test_the_shim_ends_by_the_signal_that_ended_the_worker(bench: Bench,
                                                            number: signal.Signals) -> None:
     """[2] What it has left behind ends with it."""
-    bench.write(
-        "import subprocess\nchild = subprocess.Popen(['sleep', '600'])\nopen('child', "
-        "'w').write(str(child.pid))\n"
-        f"import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\nos.kill(os.getpid(), "
-        f"{int(number)})"
-    )
-    bench.serve()
-    bench.booted()
+    bench.ready("import resource, subprocess\nchild = subprocess.Popen(['sleep', '600'])\n"
+                "open('child', 'w').write(str(child.pid))\n"
+                "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+                f"os.kill(os.getpid(), {int(number)})")
     assert bench.take().wait(DEADLINE_S) == -number
     child = int((bench.folder / "child").read_text())
     wait_for("the child's end", lambda: not is_running(child))
@@ -326,9 +295,7 @@ def test_the_shim_ends_by_the_signal_that_ended_the_worker(bench: Bench,
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_the_worker_dies_with_its_shim(bench: Bench, is_frozen: bool) -> None:
     """[2] A stopped process runs no thread of its own that could notice."""
-    bench.write(WAITS)
-    bench.serve()
-    bench.booted()
+    bench.ready(WAITS)
     worker = bench.take()
     pid = bench.here()["pid"]
     if is_frozen:
@@ -339,9 +306,7 @@ def test_the_worker_dies_with_its_shim(bench: Bench, is_frozen: bool) -> None:
 
 def test_the_worker_and_its_shim_die_with_the_monitor(bench: Bench) -> None:
     """[2] Nobody else does: the other worker's monitor is another process."""
-    bench.write(WAITS)
-    bench.serve(slots=2)
-    bench.booted(2)
+    bench.ready(WAITS, slots=2)
     first, second = bench.take("host/0/1"), bench.take("host/1/2")
     facts = [bench.here(name) for name in ("host/0/1", "host/1/2")]
     assert all(fact["was"] for fact in facts)
@@ -376,8 +341,7 @@ def test_a_worker_behind_a_script_is_one_as_any_other(bench: Bench) -> None:
 
 @pytest.mark.parametrize(("line", "logged", "printed"), [
     ("PYTHON job.py > log 2> errors", b"imported\nout\n", b"before\nafter\n"),
-    ("PYTHON job.py | tee log", b"imported\nout\n", b"before\nimported\nout\nafter\n"),
-])
+    ("PYTHON job.py | tee log", b"imported\nout\n", b"before\nimported\nout\nafter\n")])
 def test_a_scripts_output_goes_where_it_sends_it(bench: Bench, line: str, logged: bytes,
                                                  printed: bytes) -> None:
     """[3] Its redirections hold for a standby as for any worker, and what it prints itself is
@@ -385,9 +349,7 @@ def test_a_scripts_output_goes_where_it_sends_it(bench: Bench, line: str, logged
     bench.behind_a_script()
     (bench.folder / "job.sh"
      ).write_text(f"echo before\n{line.replace('PYTHON', sys.executable)}\necho after\nexit 7\n")
-    bench.write("while not os.path.exists('go'): time.sleep(0.05)")
-    service = bench.serve()
-    bench.booted()
+    service = bench.ready("while not os.path.exists('go'): time.sleep(0.05)")
     worker, heard = bench.take(), b""
     assert worker.stdout and bench.here()["was"]
     service.kill()  # its next standby would begin the same log again
@@ -423,9 +385,7 @@ def test_a_script_that_boots_dies_with_its_monitor(bench: Bench) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_only_those_that_wait_die_with_the_service(bench: Bench, number: signal.Signals) -> None:
     """[2] A worker has nothing to do with it any more."""
-    bench.write(WAITS)
-    service = bench.serve(slots=2)
-    bench.booted(2)
+    service = bench.ready(WAITS, slots=2)
     worker = bench.take()
     pid = bench.here()["pid"]
     wait_for("the worker", (bench.folder / "waits").exists)
@@ -441,20 +401,17 @@ def test_only_those_that_wait_die_with_the_service(bench: Bench, number: signal.
 
 # --- no standby -----------------------------------------------------------------------------------
 
+
 def test_another_command_gets_none(bench: Bench) -> None:
     """[1] Not even one more word."""
-    bench.write()
-    bench.serve()
-    bench.booted()
+    bench.ready()
     assert bench.take(command=[*bench.command, "more"]).wait(DEADLINE_S) == 0
     assert not bench.here()["was"]
 
 
 def test_a_variable_that_the_script_may_have_read_is_named(bench: Bench) -> None:
     """[1] The standby stays for whoever it fits."""
-    bench.write()
-    bench.serve()
-    bench.booted()
+    bench.ready()
     worker = bench.take("host/0/1", DATA="/a/folder")
     _, err = worker.communicate(timeout=DEADLINE_S)
     assert worker.returncode == 0 and b"DATA" in err and b"/a/folder" not in err
@@ -469,9 +426,7 @@ def test_a_standby_of_an_older_text_gets_no_place(bench: Bench, changed: str) ->
     person and in the event log."""
     bench.behind_a_script()
     (bench.folder / "part.py").touch()
-    bench.write(boot="sys.path.insert(0, '.'); import part")
-    bench.serve()
-    bench.booted()
+    bench.ready(boot="sys.path.insert(0, '.'); import part")
     (bench.folder / "new").write_text((bench.folder / changed).read_text())
     (bench.folder / "new").rename(bench.folder / changed)
     _, err = bench.take("host/0/1").communicate(timeout=DEADLINE_S)
@@ -483,10 +438,9 @@ def test_a_file_that_was_written_while_it_booted_is_a_changed_one() -> None:
     """But for those that a compiler has written elsewhere: they would be new in each standby."""
     loaded = {
         "/my/old": (1, 5), "/my/new": (2, 20), "/my/other": (3, 5), "/my/gone": (4, 5),
-        "/tmp/compiled": (5, 20)
-    }
+        "/tmp/compiled": (5, 20)}
     now = loaded | {"/my/other": (9, 5), "/my/gone": (0, 0)}
-    assert changed_files(loaded, now, 10, roots=("/my",)) == ["/my/new", "/my/other", "/my/gone"]
+    assert changed_files(loaded, now, 10, roots=("/my", )) == ["/my/new", "/my/other", "/my/gone"]
 
 
 def test_a_standby_does_not_begin_before_its_shim_confirms_that_it_waits(bench: Bench) -> None:
@@ -515,12 +469,10 @@ def test_no_place_is_handed_to_another_users_process(bench: Bench) -> None:
     """Whoever could put a socket there: it gets no environment, with the run's key in it."""
     bench.write()
     path = bench.sockets / f"{shim.command_name(bench.command, str(bench.folder))}-1.sock"
-    listen = (
-        "import os, socket, sys\ns = socket.socket(socket.AF_UNIX, "
-        "socket.SOCK_SEQPACKET)\ns.bind(sys.argv[1])\n"
-        "os.seteuid(65534)\ns.listen()\nprint('listens', "
-        "flush=True)\nprint(s.accept()[0].recv(64), flush=True)"
-    )
+    listen = ("import os, socket, sys\ns = socket.socket(socket.AF_UNIX, "
+              "socket.SOCK_SEQPACKET)\ns.bind(sys.argv[1])\n"
+              "os.seteuid(65534)\ns.listen()\nprint('listens', "
+              "flush=True)\nprint(s.accept()[0].recv(64), flush=True)")
     client = subprocess.Popen([sys.executable, "-c", listen, path], stdout=subprocess.PIPE)
     bench.started.append(client)
     assert client.stdout and client.stdout.readline() == b"listens\n"
@@ -567,9 +519,7 @@ def test_the_command_runs_when_the_socket_is_a_dead_monitors(bench: Bench) -> No
 
 
 def test_nothing_is_taken_from_a_folder_that_others_can_enter(bench: Bench) -> None:
-    bench.write()
-    bench.serve()
-    bench.booted()
+    bench.ready()
     bench.sockets.chmod(0o755)
     worker = bench.take()
     _, err = worker.communicate(timeout=DEADLINE_S)
@@ -582,10 +532,8 @@ def test_the_driver_sees_127_when_there_is_no_such_command(bench: Bench) -> None
 
 def test_a_failed_boot_is_logged_with_its_last_output_and_tried_again(bench: Bench) -> None:
     """Later, and later each time."""
-    bench.write(
+    bench.ready(
         boot="if not os.path.exists('again'): open('again', 'w'); raise SystemExit('no data')")
-    bench.serve()
-    bench.booted()
     [failed] = bench.events("standby.failed")
     assert failed["state"] == "booting" and "no data" in failed["reason"]
     assert b"no data" in (bench.folder / "service.log").read_bytes()
@@ -602,16 +550,14 @@ def test_nothing_boots_before_the_training_begins(bench: Bench) -> None:
     """An older attempt's steps do not count."""
     diary = bench.folder / "events.jsonl"
     diary.write_text('{"event": "worker.step_committed"}\n')
-    command = [sys.executable, "-c", "import sys; from pathlib import Path\n"
-               "from elastic_trainer.driver import standby_pool as standby\n"
-               "def later(seconds):\n"
-               "    print('waits', flush=True); sys.stdin.readline()\n"
-               "standby.time.sleep = later\n"
-               "standby.wait_until_training(standby.Reader.at_end(Path('.')))"]
-    waits = subprocess.Popen(command,
-                             cwd=bench.folder,
-                             env=bench.env,
-                             stdin=subprocess.PIPE,
+    command = [
+        sys.executable, "-c", "import sys; from pathlib import Path\n"
+        "from elastic_trainer.driver import standby_pool as standby\n"
+        "def later(seconds):\n"
+        "    print('waits', flush=True); sys.stdin.readline()\n"
+        "standby.time.sleep = later\n"
+        "standby.wait_until_training(standby.Reader.at_end(Path('.')))"]
+    waits = subprocess.Popen(command, cwd=bench.folder, env=bench.env, stdin=subprocess.PIPE,
                              stdout=subprocess.PIPE)
     bench.started.append(waits)
     assert waits.stdin and waits.stdout and waits.stdout.readline() == b"waits\n"
@@ -625,12 +571,10 @@ def services() -> list[int]:
     """Return the services that this process has started."""
     pids = [
         int(pid) for children in Path("/proc/self/task").glob("*/children")
-        for pid in children.read_text().split()
-    ]
+        for pid in children.read_text().split()]
     return [
         pid for pid in pids
-        if is_running(pid) and b"--once-training" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+        if is_running(pid) and b"--once-training" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_the_service_of_a_local_run_is_started_again_when_it_is_killed(tmp_path: Path) -> None:
@@ -682,9 +626,7 @@ def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin
         pytest.skip(str(error))
     with netlab.Lab(tmp_path / "lab", has_agents=False) as lab:
         lab.boot(netlab.COORDINATOR, "h1", "h2", "h3", "h4", "h5")
-        fleet = netlab.Fleet(lab,
-                             tmp_path, ["h1", "h2", "h3", "h4", "h5"],
-                             start_with=4,
+        fleet = netlab.Fleet(lab, tmp_path, ["h1", "h2", "h3", "h4", "h5"], start_with=4,
                              job=JOB_STEPS)
         fleet.prepare_standbys()
         with fleet:
@@ -699,8 +641,9 @@ def test_a_standby_on_a_far_host_is_taken_over_ssh(tmp_path: Path, twin_of: Twin
             pid = next(e["pid"] for e in fleet.events("driver.worker_ready")
                        if e["worker"] == started["worker"])
             lab.inside(netlab.COORDINATOR, "kill", "-KILL", str(started["pid"]))
-            fleet.wait_for("end of its worker", lambda: not lab.inside(
-                "h5", "sh", "-c", f"[ ! -e /proc/{pid} ] || echo there"))
+            fleet.wait_for(
+                "end of its worker",
+                lambda: not lab.inside("h5", "sh", "-c", f"[ ! -e /proc/{pid} ] || echo there"))
             fleet.wait_for_world(4, after=generation)
             assert fleet.finish() == 0
             fleet.assert_nothing_lost(twin_of(*JOB_STEPS), victims=2)

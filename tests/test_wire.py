@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from netlab import wait_for
+from netlab import Pickled
 from ports import free_port
+from waiting import wait_for
 
 from elastic_trainer.wire.gate import SPARE, BadRequest, request_in
 from elastic_trainer.wire.messages import (
@@ -42,7 +43,6 @@ TIMEOUT_S = 60.0
 
 class Ear:
     """A driver's server that echoes each message. It keeps the messages and the refusals."""
-
     def __init__(self) -> None:
         self.heard: list[dict[str, Any]] = []
         self.senders: list[str] = []
@@ -89,10 +89,10 @@ def send(address: str, data: bytes) -> bytes:
 
 def post(body: bytes, **headers: bytes) -> bytes:
     """Write a request by hand."""
-    lines = {b"Content-Length": str(len(body)).encode()} | {k.encode().replace(b"_", b"-"): v
-                                                            for k, v in headers.items()}
+    lines = {b"Content-Length": str(len(body)).encode()} | {
+        k.encode().replace(b"_", b"-"): v for k, v in headers.items()}
     return b"POST /message HTTP/1.1\r\n" + b"".join(b"%s: %s\r\n" % line
-                                                 for line in lines.items()) + b"\r\n" + body
+                                                    for line in lines.items()) + b"\r\n" + body
 
 
 def headers(number: str, body: bytes) -> dict[str, bytes]:
@@ -106,21 +106,17 @@ def nonce() -> str:
     return f"{secrets.token_hex(8)}-1"
 
 
-def signed(body: bytes,
-           key: bytes = OWN,
-           name: str = NAME,
-           under: bytes | None = None,
+def signed(body: bytes, key: bytes = OWN, name: str = NAME, under: bytes | None = None,
            **headers: bytes) -> bytes:
     """Write a request under a key. `under`: the bytes to sign instead of the body."""
     number = nonce().encode()
     signature = seal(key, Kind.REQUEST, name.encode(), number, body if under is None else under)
-    return post(body, **({WORKER: name.encode(), NONCE: number,
-                          SIGNATURE: signature.encode()} | headers))
+    return post(body,
+                **({WORKER: name.encode(), NONCE: number, SIGNATURE: signature.encode()} | headers))
 
 
 class Play:
     """A server on the driver's port without the key. It answers these bytes to any request."""
-
     def __init__(self, *answers: bytes):
         self.answers = answers
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -177,32 +173,26 @@ def test_a_message_is_not_read_when_the_key_is_wrong(ear: Ear) -> None:
 
 
 REFUSED = {
-    "unsigned": post(b"{}"),
-    "rubbish": post(bytes(range(256))),
+    "unsigned": post(b"{}"), "rubbish": post(bytes(range(256))),
     "signed by another": signed(b"{}", key=b"another key"),
     "signature of another body": signed(b'{"a": 1}', under=b"{}"),
     "signature of another nonce": signed(b"{}", **{NONCE: nonce().encode()}),
     "signature of another name": signed(b"{}", **{WORKER: b"a/0/2"}),
-    "no name": signed(b"{}", **{WORKER: b""}),
-    "another kind of signature": post(
+    "no name": signed(b"{}", **{WORKER: b""}), "another kind of signature": post(
         b"{}", **{
             WORKER: NAME.encode(), NONCE: b"0123456789abcdef-1",
             SIGNATURE: seal(OWN, Kind.ANSWER, NAME.encode(), b"0123456789abcdef-1", b"{}").encode()
-        }),
-    "a nonce that is none": post(
-        b"{}", **{
-            WORKER: NAME.encode(), NONCE: b"n",
-            SIGNATURE: seal(OWN, Kind.REQUEST, NAME.encode(), b"n", b"{}").encode()
-        }),
-    "no object": signed(b"[]"),
-    "message without a name": signed(b"{}"),
+        }), "a nonce that is none": post(
+            b"{}", **{
+                WORKER: NAME.encode(), NONCE: b"n",
+                SIGNATURE: seal(OWN, Kind.REQUEST, NAME.encode(), b"n", b"{}").encode()
+            }), "no object": signed(b"[]"), "message without a name": signed(b"{}"),
     "signature that is no ASCII": post(b"{}", **{SIGNATURE: b"\xe9"}),
     "too long": post(b"", Content_Length=str(MAX_BODY_BYTES + 1).encode()),
     "negative length": post(b"", Content_Length=b"-1"),
     "length that is no number": post(b"", Content_Length=b"many"),
     "length in superscript": post(b"", Content_Length=b"\xb2"),
-    "no length": b"POST /message HTTP/1.1\r\n\r\n",
-}
+    "no length": b"POST /message HTTP/1.1\r\n\r\n"}
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -216,8 +206,8 @@ def test_the_driver_refuses_an_unauthenticated_message_and_goes_on(ear: Ear, kin
     assert [address for address, _ in ear.refused] == ["127.0.0.1"]
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\0\1\2\r\n\r\n", b"\x16\x03\x01\x02\0\1\0", b"GET /message HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("data", [
+    b"", b"\0\1\2\r\n\r\n", b"\x16\x03\x01\x02\0\1\0", b"GET /message HTTP/1.1\r\n\r\n"])
 def test_the_driver_goes_on_when_a_client_uses_another_protocol(ear: Ear, data: bytes) -> None:
     """Port scanners, browsers and TLS clients get no answer of the protocol."""
     assert b" 200 " not in send(ear.address, data)
@@ -225,20 +215,10 @@ def test_the_driver_goes_on_when_a_client_uses_another_protocol(ear: Ear, data: 
     assert ear.heard == [{"n": 1}]
 
 
-class Trap:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, file: Path):
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return open, (str(self.file), "w")
-
-
 @pytest.mark.parametrize("has_key", [False, True])
 def test_nothing_is_executed_when_a_pickle_arrives(ear: Ear, tmp_path: Path, has_key: bool) -> None:
     """Not even from a client with the key (F10)."""
-    body = pickle.dumps(Trap(tmp_path / "executed"))
+    body = pickle.dumps(Pickled(f"touch {tmp_path}/executed"))
     answer = send(ear.address, signed(body) if has_key else post(body))
     assert b" 200 " not in answer
     assert ear.client().ask({"n": 1})["heard"] == {"n": 1}
@@ -258,12 +238,9 @@ def test_a_recorded_answer_is_refused(ear: Ear) -> None:
 FALSE_ANSWERS = {
     "unsigned": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}",
     "signature that is no ASCII": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n%s: \xe9\r\n\r\n{}" %
-    SIGNATURE.encode(),
-    "cut off": b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
-    "no HTTP": b"220 mail.example.org ESMTP\r\n",
-    "nothing": b"",
-    "other status": b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n",
-}
+    SIGNATURE.encode(), "cut off": b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n{}",
+    "no HTTP": b"220 mail.example.org ESMTP\r\n", "nothing": b"",
+    "other status": b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n"}
 
 
 @pytest.mark.parametrize("kind", FALSE_ANSWERS)
@@ -308,16 +285,17 @@ def test_all_are_served_when_a_fleet_connects_before_the_driver_accepts() -> Non
                            expected=lambda: 200)
     connections = [
         http.client.HTTPConnection("127.0.0.1", server.address[1], timeout=TIMEOUT_S)
-        for _ in range(200)
-    ]
+        for _ in range(200)]
     for connection in connections:
         connection.connect()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     body = b'{"worker": "a/0/1"}'
     for connection in connections:
         number = nonce()
-        connection.request("POST", "/message", body, {WORKER: NAME, NONCE: number, SIGNATURE: seal(
-            OWN, Kind.REQUEST, NAME.encode(), number.encode(), body)})
+        connection.request(
+            "POST", "/message", body, {
+                WORKER: NAME, NONCE: number, SIGNATURE: seal(OWN, Kind.REQUEST, NAME.encode(),
+                                                             number.encode(), body)})
     assert [connection.getresponse().status for connection in connections] == [200] * 200
     for connection in connections:
         connection.close()
@@ -360,6 +338,7 @@ def test_a_client_that_dies_within_its_message_is_not_counted_as_refused(ear: Ea
 def test_a_question_that_is_sent_back_is_no_answer() -> None:
     """A server in the driver's place needs the key, also to send a message back."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
+
         def mirror() -> None:
             connection, _ = listener.accept()
             with connection:
@@ -367,8 +346,8 @@ def test_a_question_that_is_sent_back_is_no_answer() -> None:
                 while not (found := request_in(heard, MAX_BODY_BYTES)):
                     heard += connection.recv(65536)
                 body, signature = found[0].body, found[0].headers[SIGNATURE.lower()].encode()
-                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%s: %s\r\n\r\n%s" % (
-                    len(body), SIGNATURE.encode(), signature, body))
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n%s: %s\r\n\r\n%s" %
+                                   (len(body), SIGNATURE.encode(), signature, body))
 
         thread = threading.Thread(target=mirror)
         thread.start()
@@ -387,15 +366,15 @@ def test_a_worker_cannot_send_in_its_neighbours_name(ear: Ear) -> None:
         ear.client().ask({"worker": neighbour, "n": 1})
     assert ear.client(worker_key(KEY, neighbour), neighbour).ask({"n": 2})["heard"] == {"n": 2}
     assert ear.heard == [{"n": 2}] and ear.senders == [neighbour]
-    assert [why for _, why in ear.refused] == [
-        "signature does not match", "a message of a/0/1 without its name"]
+    assert [why for _, why in ear.refused
+            ] == ["signature does not match", "a message of a/0/1 without its name"]
 
 
 def test_a_connection_is_one_workers(ear: Ear) -> None:
     """A second message on it with another worker's key is refused."""
     other = worker_key(KEY, "a/1/2")
     answers = send(ear.address,
-                signed(b'{"worker": "a/0/1"}') + signed(b'{"worker": "a/1/2"}', other, "a/1/2"))
+                   signed(b'{"worker": "a/0/1"}') + signed(b'{"worker": "a/1/2"}', other, "a/1/2"))
     assert answers.startswith(b"HTTP/1.1 200 ") and b" 403 " in answers and ear.senders == [NAME]
 
 
@@ -449,25 +428,28 @@ def test_no_message_is_refused_when_messages_of_one_worker_overtake_each_other(e
 
 # --- bounds ---------------------------------------------------------------------------------------
 
+Hold = Callable[..., socket.socket]
+
 
 @pytest.fixture
-def held(ear: Ear) -> Iterator[Callable[..., socket.socket]]:
+def held(ear: Ear) -> Iterator[Hold]:
     """A maker of connections to the driver, from an address of the loopback; they are closed with
     the test."""
     with ExitStack() as stack:
+
         def hold(data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
-            connection = stack.enter_context(socket.create_connection(
-                ("127.0.0.1", ear.server.address[1]), TIMEOUT_S, (source, 0)))
+            connection = stack.enter_context(
+                socket.create_connection(("127.0.0.1", ear.server.address[1]), TIMEOUT_S,
+                                         (source, 0)))
             connection.sendall(data)
             return connection
 
         yield hold
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"POST /message HTTP/1.1\r\nContent-Length: 1048576\r\n\r\n" + 100_000 * b"x"])
-def test_a_connection_without_the_key_has_no_thread(ear: Ear, held: Callable[..., socket.socket],
-                                                    data: bytes) -> None:
+@pytest.mark.parametrize("data", [
+    b"", b"POST /message HTTP/1.1\r\nContent-Length: 1048576\r\n\r\n" + 100_000 * b"x"])
+def test_a_connection_without_the_key_has_no_thread(ear: Ear, held: Hold, data: bytes) -> None:
     """Each had one, and a buffer of 1 MiB: 60 connections held 77 MiB."""
     threads = threading.active_count()
     for number in range(40):
@@ -479,8 +461,8 @@ def test_a_connection_without_the_key_has_no_thread(ear: Ear, held: Callable[...
 
 
 @pytest.mark.parametrize("sources", [1, 100])
-def test_a_worker_is_served_when_others_hold_all_connections(
-        ear: Ear, held: Callable[..., socket.socket], sources: int) -> None:
+def test_a_worker_is_served_when_others_hold_all_connections(ear: Ear, held: Hold,
+                                                             sources: int) -> None:
     """Beyond the limit the oldest connection of the address with the most is closed, and reported.
     """
     ear.server.expected, ear.server.request_s = lambda: 6, 60.0
@@ -493,8 +475,7 @@ def test_a_worker_is_served_when_others_hold_all_connections(
     assert {why for _, why in ear.refused} == {"too many connections"}
 
 
-def test_the_bytes_of_incomplete_requests_are_bounded(
-        ear: Ear, held: Callable[..., socket.socket]) -> None:
+def test_the_bytes_of_incomplete_requests_are_bounded(ear: Ear, held: Hold) -> None:
     """8 KiB for each connection that a run of 512 workers allows were 32 MiB. Workers are served
     meanwhile."""
     ear.server.most_bytes, ear.server.request_s = 20_000, 60.0
@@ -509,10 +490,10 @@ def test_the_bytes_of_incomplete_requests_are_bounded(
 
 
 def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
-        ear: Ear, held: Callable[..., socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
+        ear: Ear, held: Hold) -> None:
     """Each costs memory, and a fleet may be of any size. Authenticated ones are bounded by the
     fleet alone."""
-    monkeypatch.setattr("elastic_trainer.wire.gate.MOST_CONNECTIONS", 10)
+    ear.server.most_connections = 10
     ear.server.expected, ear.server.request_s = lambda: 100_000, 60.0
     clients = [ear.client() for _ in range(20)]
     for number in range(20):
@@ -525,8 +506,7 @@ def test_connections_without_the_key_are_bounded_however_many_workers_there_are(
         client.close()
 
 
-def test_a_run_of_512_workers_on_one_address_has_room(ear: Ear,
-                                                      held: Callable[..., socket.socket]) -> None:
+def test_a_run_of_512_workers_on_one_address_has_room(ear: Ear, held: Hold) -> None:
     """The limit follows the number of workers that the run expects: none of them closes another.
     """
     ear.server.expected = lambda: 200
@@ -551,7 +531,7 @@ def test_the_number_of_connections_with_the_key_is_bounded(ear: Ear) -> None:
         client.close()
 
 
-def test_a_request_has_one_deadline(ear: Ear, held: Callable[..., socket.socket]) -> None:
+def test_a_request_has_one_deadline(ear: Ear, held: Hold) -> None:
     """Single bytes do not extend it, as they once did."""
     ear.server.request_s = 0.5
     connection = held(b"POST ")
@@ -563,9 +543,7 @@ def test_a_request_has_one_deadline(ear: Ear, held: Callable[..., socket.socket]
             with suppress(TimeoutError):
                 if not connection.recv(1):
                     raise ConnectionResetError
-    wait_for("refusal",
-             lambda: ear.refused == [("127.0.0.1", "an incomplete request")],
-             TIMEOUT_S)
+    wait_for("refusal", lambda: ear.refused == [("127.0.0.1", "an incomplete request")], TIMEOUT_S)
 
 
 def test_a_long_message_arrives_on_a_new_connection(ear: Ear) -> None:
@@ -575,7 +553,7 @@ def test_a_long_message_arrives_on_a_new_connection(ear: Ear) -> None:
     assert ear.heard == [message] and ear.refused == []
 
 
-def test_the_driver_goes_on_when_no_descriptor_is_free(ear: Ear, held: Callable[..., socket.socket],
+def test_the_driver_goes_on_when_no_descriptor_is_free(ear: Ear, held: Hold,
                                                        monkeypatch: pytest.MonkeyPatch) -> None:
     """It closes a connection and accepts the next one later, without a busy loop."""
     held(b"POST")
@@ -595,8 +573,8 @@ def test_the_driver_goes_on_when_no_descriptor_is_free(ear: Ear, held: Callable[
     assert ear.refused == [("127.0.0.1", "no free descriptor")] and len(asked) < 10
 
 
-def test_a_connection_is_closed_when_no_thread_is_free(
-        ear: Ear, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_is_closed_when_no_thread_is_free(ear: Ear,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     """The worker connects again."""
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda self:
@@ -606,9 +584,8 @@ def test_a_connection_is_closed_when_no_thread_is_free(
     assert ear.client().ask({"a": 1})["heard"] == {"a": 1}
 
 
-@given(
-    st.binary(max_size=300) | st.sampled_from([post(b"{}"), b"GET / HTTP/1.1\r\n\r\n"]),
-    st.integers(0, 300))
+@given(st.binary(max_size=300) | st.sampled_from([post(b"{}"), b"GET / HTTP/1.1\r\n\r\n"]),
+       st.integers(0, 300))
 def test_any_bytes_are_a_request_or_none(data: bytes, most: int) -> None:
     """Reading a request ends in a request, in None, or in one kind of error."""
     try:

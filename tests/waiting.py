@@ -23,3 +23,8 @@ def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S,
             pass
         assert time.monotonic() < deadline, f"no {what} in {deadline_s:.0f} s; {story()}"
         time.sleep(0.01)
+
+
+def until(seen: Callable[[], Any]) -> Any:
+    """Wait until `seen()` is true, and return it."""
+    return wait_for("sign of it", seen)

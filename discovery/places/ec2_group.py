@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from elastic_trainer.discovery.files import append_event, replace_whole
+from elastic_trainer.discovery.files import append_event
+from elastic_trainer.host.modes import replace_whole
 
 LOST_S = 1800.0
 """The time without a call after which AWS empties the group. A reboot of the coordinator takes
@@ -113,12 +114,12 @@ def keep(group: ScalingGroup, hosts_file: Path, events_file: Path | None = None)
     order = decide(now, _recall(memory), working(hosts_file.with_name(hosts_file.name + ".json")))
     if not now.is_armed:
         # The next call must order the wish, also if only the next line succeeds.
-        replace_whole(memory, json.dumps(asdict(Past())))
+        replace_whole(memory, json.dumps(asdict(Past())), opener=None)
     group.empty_in(LOST_S)
     if order.size is not None:
         group.resize(order.size)
     # Before the event: a failed write of the event must not repeat the order.
-    replace_whole(memory, json.dumps(asdict(order.past)))
+    replace_whole(memory, json.dumps(asdict(order.past)), opener=None)
     if order.size is not None:
         append_event(events_file, "discovery.group_resized", group=group.name, size=order.size,
                      why=order.why)

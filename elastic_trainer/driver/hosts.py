@@ -52,7 +52,9 @@ class Discovery:
     A discovery that has named hosts in an earlier attempt works: if it fails now, it is down.
     """
 
-    def __init__(self, settings: Any, events: Events, had_hosts: bool):
+    def __init__(self, settings: Any, events: Events, had_hosts: bool, *,
+                 first_s: float = FIRST_DISCOVERY_S, every_s: float = DISCOVERY_EVERY_S):
+        self.first_s, self.every_s = first_s, every_s
         self.source: HostDiscovery = settings.discovery
         self.wait_s: float | None = settings.elastic_timeout
         self.events, self.had_hosts = events, had_hosts
@@ -69,9 +71,9 @@ class Discovery:
                 has_answered = True
             except DISCOVERY_FAILS as error:
                 works = has_answered or self.had_hosts
-                if not works and waited_s > FIRST_DISCOVERY_S:
+                if not works and waited_s > self.first_s:
                     raise DiscoveryUnavailable(
-                        f"The discovery has not answered once in {FIRST_DISCOVERY_S:.0f} s "
+                        f"The discovery has not answered once in {self.first_s:.0f} s "
                         f"({error}). Run the command of --host-discovery-script by hand, and "
                         f"correct it.") from error
             works = has_answered or self.had_hosts
@@ -79,7 +81,7 @@ class Discovery:
                 raise WaitedTooLong(
                     f"The discovery has named no host in {self.wait_s:.0f} s (--elastic-timeout). "
                     f"`elastic-trainer hosts` shows why. The next attempt asks again.")
-            time.sleep(DISCOVERY_EVERY_S)
+            time.sleep(self.every_s)
 
     def hosts_now(self) -> dict[str, int]:
         """Ask once; log the start and the end of an outage. Raises DISCOVERY_FAILS."""
@@ -157,7 +159,9 @@ class Locations:
     failed lookup must not make this machine a far host for the rest of the attempt.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, resolve: Callable[[str], str | None] = network.resolve_host_address,
+                 again_s: float = LOOKUP_AGAIN_S) -> None:
+        self._resolve, self._again_s = resolve, again_s
         self.is_here: dict[str, bool] = {}
         self._failed_at: dict[str, float] = {}
         """Host without an address → the time of its newest lookup."""
@@ -166,10 +170,10 @@ class Locations:
         """Look up the hosts that are not known yet. Network: a name server."""
         now = time.monotonic()
         for host in hosts:
-            is_due = self._failed_at.get(host, now) + LOOKUP_AGAIN_S < now
+            is_due = self._failed_at.get(host, now) + self._again_s < now
             if host not in self.is_here or is_due:
-                address = network.resolve_host_address(host)
-                self.is_here[host] = bool(address) and is_own(address)
+                address = self._resolve(host)
+                self.is_here[host] = address is not None and is_own(address)
                 self._failed_at.pop(host, None)
                 if not address:
                     self._failed_at[host] = now

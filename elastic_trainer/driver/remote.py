@@ -200,9 +200,9 @@ def end(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def end_run(run_dir: str) -> int:
+def end_run(run_dir: str, grace_s: float = ORPHANS_S) -> int:
     """Wait until a run has no worker on this host; kill those that stay, and print their number."""
-    deadline = time.monotonic() + ORPHANS_S
+    deadline = time.monotonic() + grace_s
     while (left := workers_of(run_dir)) and time.monotonic() < deadline:
         time.sleep(0.05)
     for pid in left:

@@ -62,13 +62,13 @@ def distrust(why: str) -> str:
             f"away, or set XDG_CACHE_HOME to a folder of yours.")
 
 
-def of_folder(folder: Path, use: str, remedy: str) -> Iterator[str]:
+def of_folder(folder: Path, use: str, remedy: str, needed_mib: int = SPACE_MIB) -> Iterator[str]:
     """Yield why a folder, which may not exist yet, cannot take files."""
     while not folder.is_dir():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         yield f"{folder} ({use}) cannot be written by this user. {remedy}."
     free_mib = shutil.disk_usage(folder).free >> 20
-    if free_mib < SPACE_MIB:
-        yield (f"{folder} ({use}) has {free_mib} MiB free, where {SPACE_MIB} MiB are needed. "
+    if free_mib < needed_mib:
+        yield (f"{folder} ({use}) has {free_mib} MiB free, where {needed_mib} MiB are needed. "
                f"Free some. {remedy}.")

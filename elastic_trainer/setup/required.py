@@ -13,7 +13,7 @@ import importlib.util
 import sys
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.setup.target import installed_horovod, installed_torch
+from elastic_trainer.setup.target import Installed, Torch, installed_horovod, installed_torch
 
 REMEDY = "Run `elastic-trainer setup`"
 
@@ -23,7 +23,11 @@ def require_horovod() -> None:
     if importlib.util.find_spec("horovod") is None:
         raise ConfigError(f"Horovod is not installed in {sys.prefix}. {REMEDY}, which builds it "
                           f"for the torch that is installed there.")
-    horovod, torch = installed_horovod(), installed_torch()
+    require_fit(installed_horovod(), installed_torch())
+
+
+def require_fit(horovod: Installed | None, torch: Torch | None) -> None:
+    """Raise ConfigError if a Horovod was built for another torch."""
     if horovod is None or torch is None or not horovod.made_for:
         return  # a Horovod or a torch of the user's own making
     _, made_for, *_ = horovod.made_for.split("-")

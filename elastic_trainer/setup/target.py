@@ -65,8 +65,11 @@ class Installed:
 def here(env: Mapping[str, str] = os.environ) -> Target | None:
     """Return what this environment needs; None without torch."""
     torch = installed_torch()
-    if torch is None:
-        return None
+    return None if torch is None else target_of(torch, env)
+
+
+def target_of(torch: Torch, env: Mapping[str, str]) -> Target:
+    """Return what this machine needs for a torch."""
     home = cuda_home(env) if torch.cuda else None
     gpu = "gloo" if home is None else "nccl" if is_nccl_here(env, home) else "cuda"
     return Target(torch, gpu, home)

@@ -158,6 +158,7 @@ class Gate:
         self.whole, self.refused, self.request_s = whole, refused, request_s
         self.most_body, self.most = most_body, most
         self.most_bytes, self.held_bytes = most_bytes, 0
+        self.most_connections = MOST_CONNECTIONS
         self.pending: dict[socket.socket, Pending] = {}
         self.connections = OpenConnections()
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -215,7 +216,7 @@ class Gate:
                 if error.errno not in NO_DESCRIPTOR:
                     raise
                 return self._pause()
-            if self.connections.size >= min(self.most(), MOST_CONNECTIONS):
+            if self.connections.size >= min(self.most(), self.most_connections):
                 self._drop_oldest("too many connections")
             connection.setblocking(False)
             client = Pending(connection, address, time.monotonic() + self.request_s)

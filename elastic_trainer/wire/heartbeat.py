@@ -194,7 +194,8 @@ class News:
 
 
 @cache
-def _form_of(kind: Any) -> TypeAdapter[Any]:
+def form_of(kind: Any) -> TypeAdapter[Any]:
+    """Return what reads and writes objects of a class as JSON values."""
     from pydantic import TypeAdapter  # later: all commands import this module
 
     return TypeAdapter(kind)
@@ -204,15 +205,15 @@ def load_forms() -> None:
     """Import pydantic now. The first message would wait 0.3 s for it, and the driver's lock with
     it."""
     for kind in (Heartbeat, News):
-        _form_of(kind)
+        form_of(kind)
 
 
 def _dumped(message: Any, *left_out: str) -> dict[str, Any]:
     """Return the fields that differ from their defaults."""
     kind: Any = type(message)
-    return dict(_form_of(kind).dump_python(message, mode="json", exclude_defaults=True,
+    return dict(form_of(kind).dump_python(message, mode="json", exclude_defaults=True,
                                            exclude=set(left_out)))
 
 
 def _read(kind: Any, fields: Mapping[str, Any]) -> Any:
-    return _form_of(kind).validate_python(fields)
+    return form_of(kind).validate_python(fields)

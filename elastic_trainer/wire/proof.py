@@ -21,8 +21,10 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from elastic_trainer.wire.heartbeat import form_of
 
 PARTS = {
     "length": "the number of samples",
@@ -128,25 +130,10 @@ class Proof:
     def from_dict(values: Any) -> Proof | None:
         """Read JSON values; None if they are no proof that this version can compare."""
         try:
-            known = {one.name: values[one.name] for one in fields(Proof) if one.name in values}
-            known["samples"] = {str(number): _values(found)
-                                for number, found in known["samples"].items()}
-            known["batch"], known["numbers"] = _values(known["batch"]), tuple(known["numbers"])
-            for table in ("tensors", "modules", "optimizer", "options"):
-                known[table] = {str(name): str(fact) for name, fact in known[table].items()}
-            for number in ("length", "weights", "machine"):
-                known[number] = int(known[number])
-            for text in ("index", "hash_seed"):
-                known[text] = str(known[text])
-            return Proof(**known)
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+            found: Proof = form_of(Proof).validate_python(values)
+            return found
+        except ValueError:
             return None
-
-
-def _values(found: Mapping[str, Any]) -> dict[str, Leaf | None]:
-    return {str(path): None if leaf is None else
-            Leaf(str(leaf[0]), tuple(int(size) for size in leaf[1]), str(leaf[2]), str(leaf[3]))
-            for path, leaf in found.items()}
 
 
 def _place(at: int, shape: tuple[int, ...]) -> str:

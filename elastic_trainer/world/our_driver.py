@@ -57,6 +57,11 @@ NAMED_S = 10.0
 """The time for which a worker waits until the driver names the worker that writes the state."""
 
 
+class InvalidAnswer(RuntimeError):
+    """The driver has this worker's key, and its answer to a heartbeat has another form: it is of
+    another version. To ask again does not help."""
+
+
 class OurDriver(Driver):
     """A worker's connection to our driver.
 
@@ -99,7 +104,8 @@ class OurDriver(Driver):
         self._heartbeats.start()
 
     def next_place(self, holds_state: bool, step: int) -> RankAssignment:
-        """Wait without a limit for a place in a later generation. Raises Dismissed, RunOver."""
+        """Wait without a limit for a place in a later generation. Raises Dismissed, RunOver,
+        InvalidAnswer."""
         accepted, seen, probes = 0, "", Probes()
         phase = "waiting" if self.generation else "standby"
         while True:
@@ -143,7 +149,7 @@ class OurDriver(Driver):
         return DriverClient(self.launch.driver, self.launch.worker, self.launch.key, timeout_s)
 
     def _ask(self, client: DriverClient, seen: str) -> News:
-        """Send a heartbeat and wait for news. Raises DriverUnreachable."""
+        """Send a heartbeat and wait for news. Raises DriverUnreachable, InvalidAnswer."""
         heartbeat = self._next_heartbeat(hold_s=self.limits.heartbeat_s, seen=seen)
         news = exchange(client, heartbeat)
         self._heard_at = time.monotonic()
@@ -162,8 +168,9 @@ class OurDriver(Driver):
             show(self._reports.phase, self._reports.step)
             try:
                 news = self._ask(client, version)
-            except OSError:  # DriverUnreachable is one; no OSError may end the heartbeats
-                self._is_lost = time.monotonic() - self._heard_at > self.limits.driver_lost_s
+            except (OSError, InvalidAnswer) as error:  # no OSError may end the heartbeats
+                self._is_lost = isinstance(error, InvalidAnswer) or (
+                    time.monotonic() - self._heard_at > self.limits.driver_lost_s)
                 if self._is_lost and self._reports.phase == "finished":
                     return
                 time.sleep(self.limits.heartbeat_s / 5)
@@ -210,7 +217,7 @@ class OurDriver(Driver):
     def revive_soon(self) -> None:
         """Report that this process is about to restart in place. Any thread may call it."""
         self._reports.change(phase="reviving")
-        with suppress(DriverUnreachable):  # the missing heartbeats inform the driver
+        with suppress(DriverUnreachable, InvalidAnswer):  # the missing heartbeats inform the driver
             exchange(self._client(REVIVE_S), self._next_heartbeat(hold_s=0.0, seen=""))
 
     def report(self, **facts: Any) -> None:
@@ -228,6 +235,8 @@ class OurDriver(Driver):
             try:
                 exchange(self._main, heartbeat)
                 return
+            except InvalidAnswer:
+                return  # the driver has the report
             except DriverUnreachable:
                 if time.monotonic() - since > self.limits.driver_lost_s:
                     self._is_lost = True
@@ -306,10 +315,11 @@ def _shortened(fact: Any) -> Any:
 
 
 def exchange(client: DriverClient, heartbeat: Heartbeat) -> News:
-    """Send a heartbeat and return the answer. Raises DriverUnreachable."""
+    """Send a heartbeat and return the answer. Raises DriverUnreachable, InvalidAnswer."""
     answer = client.ask(heartbeat.to_dict())
     try:
         return News.from_dict(answer)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise DriverUnreachable(f"the driver at {client.address} sent an invalid answer to a "
-                                f"heartbeat: {error!r}") from error
+    except ValueError as error:
+        raise InvalidAnswer(
+            f"The driver at {client.address} sent an invalid answer to a heartbeat. Install the "
+            f"same version of elastic-trainer on all hosts. ({error})") from error

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
@@ -70,8 +70,10 @@ def parts_of(survivors: Iterable[Survivor], *, forming_s: float, transfer_s: flo
 class Pauses:
     """One worker's clock of steps and pauses."""
 
-    def __init__(self, since: float | None = None) -> None:
-        self.step_ended = time.monotonic() if since is None else since
+    def __init__(self, since: float | None = None,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.step_ended = clock() if since is None else since
         self._left: float | None = None
         self._steps: deque[float] = deque(maxlen=NORMAL_STEPS)
         self._placed = self._formed = self._entered = 0.0
@@ -79,27 +81,27 @@ class Pauses:
 
     def leave(self) -> None:
         """Note that the generation is left; once since the last finished step."""
-        self._left = self._left or time.monotonic()
+        self._left = self._left or self._clock()
 
     def place(self) -> None:
         """Note that a place has been given."""
-        self._placed, self._survivors = time.monotonic(), []
+        self._placed, self._survivors = self._clock(), []
 
     def form(self) -> Survivor:
         """Note that the world has formed; return what this worker sends to the other members."""
-        self._formed = now = time.monotonic()
+        self._formed = now = self._clock()
         normal_s = median(self._steps) if self._steps else 0.0
         stamps = (now - self.step_ended, now - (self._left or self.step_ended), normal_s)
         return Survivor(*(int(1000 * seconds) for seconds in stamps))
 
     def enter(self, survivors: Iterable[Survivor]) -> None:
         """Note that all members hold the state, and which held it before. None did: no pause."""
-        self._entered, self._survivors = time.monotonic(), list(survivors)
+        self._entered, self._survivors = self._clock(), list(survivors)
 
     def step(self, step_s: float) -> Parts | None:
         """Note the end of a step; return the parts of the pause that it has ended, if any."""
         ended, self._survivors = self._survivors, []
-        self.step_ended, self._left = time.monotonic(), None
+        self.step_ended, self._left = self._clock(), None
         if not ended:
             self._steps.append(step_s)
             return None

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import bench
-from netlab import wait_for
 from preemption import ROOT, Machines
+from waiting import wait_for
 
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.places.ec2 import Ec2

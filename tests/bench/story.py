@@ -36,7 +36,7 @@ import long_run
 import psutil
 from cluster import Cluster
 from folds import host_seconds
-from netlab import wait_for
+from waiting import wait_for
 
 from elastic_trainer.driver.progress import NowFile
 from elastic_trainer.driver.roster import Phase, Roster
