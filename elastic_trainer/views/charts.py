@@ -44,7 +44,8 @@ def loss(steps: NDArray[np.int64], losses: NDArray[np.float64]) -> Chart | None:
     """Draw the loss over the steps: between the lowest and the highest of a column, and the mean;
     None without two finite losses."""
     is_finite = np.isfinite(losses)
-    steps, losses = steps[is_finite], losses[is_finite]
+    if not is_finite.all():
+        steps, losses = steps[is_finite], losses[is_finite]
     if len(losses) < 2:
         return None
     starts = np.arange(0, len(losses), -(-len(losses) // COLUMNS))
