@@ -323,6 +323,7 @@ class State:
 
     def __init__(self) -> None:
         self.content, self.committed, self.lineage = "", 0, 0
+        self.classes: dict[str, type] = {}
 
     def packed(self) -> Packed:
         return pack({"content": self.content, "step": self.committed, "tensors": self._tensors()})

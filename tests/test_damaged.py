@@ -248,13 +248,14 @@ def test_any_header_is_built_or_refused(data: st.DataObject, header: bytes) -> N
 @given(levels=st.integers(90, 400), how=st.sampled_from(
     [("[", "]"), ('{"$tuple":[', "]}"), ('{"$dict":[[1,', "]]}")]))
 @example(levels=100_000, how=("[", "]"))
+@example(levels=layout.DEEPEST + 3, how=('{"$tuple":[', "]}"))
 def test_a_header_is_refused_when_it_is_nested_too_deep(levels: int, how: tuple[str, str]) -> None:
     """Deeper than any state; Python's own stack would be the next limit."""
     values = how[0] * levels + "0" + how[1] * levels
     header = f'{{"format":1,"tensors":[],"values":{values}}}'.encode()
     if levels <= layout.DEEPEST:
         assert decode(header, torch.zeros(0, dtype=torch.uint8))
-    elif levels > layout.DEEPEST + 1:  # a value that is no container may stand in the deepest
+    elif levels > layout.DEEPEST + 2:  # the first has depth 0, and a reader takes one more
         with pytest.raises(LayoutError):
             outline(header)
 
