@@ -98,8 +98,9 @@ class LiveState:
         self._parts = [*self._passing, self.attributes]
         """What a step in flight may have changed."""
         self.extras: dict[str, Any] = {}
-        """What the user has registered, by name: objects with state_dict and load_state_dict."""
-        self.classes: dict[str, type] = {}  # of named tuples and enumerations, by name (forms.py)
+        """What the user has registered: objects with state_dict and load_state_dict, by name."""
+        self.attributes.others.registered = lambda: self.extras.values()
+        self.classes = dict(self.attributes.others.classes)  # by name (forms.py)
         self.settings: dict[str, Any] = {}
         """What the job was asked for, as JSON values, for the worker that resumes the run."""
         self.committed = 0
@@ -236,6 +237,7 @@ class LiveState:
             "parameters": Bare(parameters),
             "evaluating": self.modes.evaluating(),
             "attributes": self.attributes.changed(),
+            **({"other_attributes": others} if (others := self.attributes.others.values()) else {}),
             "trained": self.parameters.trained(),
             "buffers": Bare(buffers.named),
             "aliases": buffers.aliases,
@@ -287,7 +289,7 @@ class LiveState:
         self.model_buffers.load(values["buffers"])
         if "evaluating" in values:
             self.modes.load(values["evaluating"])
-            self.attributes.load(values.get("attributes", {}))
+            self.attributes.load(values.get("attributes", {}), values.get("other_attributes", {}))
         self.optimizer_values.load(values["optimizer"])
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])
@@ -330,12 +332,11 @@ def require_fit(state: LiveState, values: dict[str, Any]) -> None:
     if (extra := sorted(values.get("extra_state", {}))) != sorted(state.extra_state.modules):
         raise LayoutError(f"the modules' extra state is {extra} there and "
                           f"{sorted(state.extra_state.modules)} in this model")
-    if misfit := state.attributes.misfit(values.get("attributes", {})):
+    if misfit := state.attributes.misfit(values):
         raise LayoutError(misfit)
     if values["extras"].keys() != state.extras.keys():
-        raise LayoutError(f"the objects in state are "
-                          f"{sorted(values['extras'])} there and {sorted(state.extras)} in this "
-                          f"job")
+        raise LayoutError(f"the objects in state are {sorted(values['extras'])} there and "
+                          f"{sorted(state.extras)} in this job")
 
 
 def _require_same_tensors(kind: str, theirs: dict[str, torch.Tensor],
@@ -370,7 +371,7 @@ def _memory(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor
 OPTIONAL: dict[str, Any] = {
     "samples": 0, "evaluating": [], "trained": [], "aliases": {}, "left_out": [], "rate_used": 0.0,
     "scheduler": None, "extra_state": {}, "settings": {}, "phase": 0, "clock_ms": 0,
-    "findings": {}, "attributes": {}}
+    "findings": {}, "attributes": {}, "other_attributes": {}}
 """What version 0.1 has not written."""
 
 
@@ -387,15 +388,14 @@ def check_kinds(values: Any) -> None:
         "identity": dict, "optimizer": dict, "base_rates": (list, tuple),
         "rate_used": (int, float), "scheduler": (dict, type(None)), "scaler": (dict, type(None)),
         "loss": (int, float), "last_vote": (list, tuple), "step": int, "samples": int,
-        "lineage": int, "phase": int, "clock_ms": int
-    }
+        "lineage": int, "phase": int, "clock_ms": int}
     bad = [name for name, kind in kinds.items()
            if name not in found or not isinstance(found[name], kind)]
-    texts = ("evaluating", "trained", "left_out")
-    bad += [name for name in texts if not _is_list(found[name], str)]
+    bad += [name for name in ("evaluating", "trained", "left_out")
+            if not _is_list(found[name], str)]
     named = {"parameters": torch.Tensor, "buffers": torch.Tensor, "extras": object,
              "extra_state": object, "settings": object, "aliases": str, "findings": object,
-             "attributes": object}
+             "attributes": object, "other_attributes": object}
     bad += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
     if not bad:
         bad = [name for name, is_sound in _contents(found).items() if not is_sound]

@@ -19,9 +19,10 @@ What always holds:
 Cost: all attributes are compared at a step's begin and after each micro-batch. Measured: 0.15 µs a
 module (12 layers of a transformer: 18 µs), and 0.4 ms more where one has changed.
 
-What it does not do: follow tensors, other objects, attributes of classes, containers of more than
-MOST_VALUES values, and modules that are no part of the model. It leaves out modules that keep their
-values by get_extra_state (forward.py), and those that adapters follow (OF_OTHERS).
+What it does not do: follow tensors, other objects and containers of more than MOST_VALUES values
+(other_attributes.py), attributes of classes, and modules that are no part of the model. It leaves
+out modules that keep their values by get_extra_state (forward.py), and those that adapters follow
+(OF_OTHERS).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import numpy
 import torch
 
 from elastic_trainer.state.names import plain
+from elastic_trainer.state.other_attributes import OtherAttributes, others_of_evaluation
 
 OWN = frozenset(vars(torch.nn.Module())) | {"_is_torch_compile"}
 """What torch itself keeps in a module. forward.py has `training`."""
@@ -63,7 +65,8 @@ def attributes_put_back(model: torch.nn.Module) -> Iterator[None]:
     """Let a block change plain attributes, and put them back after it."""
     places = _Places([_Place(path, owner) for path, owner in _owners(model)])
     try:
-        yield
+        with others_of_evaluation(model):
+            yield
     finally:
         for place in places.changed():
             place.reset()
@@ -85,6 +88,11 @@ class ModuleAttributes:
                        if getattr(type(owner), "get_extra_state", BARE) is BARE}
         """What holds attributes. What is added later is not followed."""
         self._kinds = kinds_of_modules(model)
+        self.others = OtherAttributes(model, {
+            f"{path}{name}": (vars(owner), name) for path, owner in _owners(model)
+            if path in self._paths for name, value in vars(owner).items()
+            if name not in OWN and not is_plain(value) and not is_namespace(value)},
+            [*model.parameters(), *model.buffers(), *model.modules()])
         self._sizes = set[str]()
         """The paths of the sizes that follow from the batch."""
         self._places = self._all_places()
@@ -111,6 +119,7 @@ class ModuleAttributes:
 
     def begin(self) -> None:
         self._is_in_flight, self.after = True, {}
+        self.others.begin()
         if not (changed := self._places.changed()):
             return
         if any(one.has_other_parts() for one in changed):
@@ -121,7 +130,9 @@ class ModuleAttributes:
         self._checksum = None
 
     def check(self) -> None:
-        """Raise RuntimeError if a module was replaced by one of another class."""
+        """Raise RuntimeError if a module was replaced by one of another class, or an attribute was
+        changed that cannot be kept."""
+        self.others.check()
         if self._checksum is not None:
             return  # nothing has changed since this was called last
         now = kinds_of_modules(self._model)
@@ -148,6 +159,7 @@ class ModuleAttributes:
 
     def forget(self) -> None:
         self._is_in_flight, self.after = False, {}
+        self.others.end()
 
     def checksum(self) -> int:
         """Return 32 bits of what differed at the step's begin from what was built."""
@@ -156,7 +168,7 @@ class ModuleAttributes:
             self._checksum = zlib.crc32(repr(sorted(
                 (path, _number(value)) for path, value in changed.items())).encode()
                 ) if changed else 0
-        return self._checksum
+        return self._checksum ^ self.others.checksum()
 
     # --- as values --------------------------------------------------------------------------------
 
@@ -177,14 +189,19 @@ class ModuleAttributes:
                 if path not in self._sizes
                 and (path not in self.built or not is_same(value, self.built[path]))}
 
-    def misfit(self, changed: Mapping[str, Any]) -> str:
-        """Return why these changes are not of this model; "": they are."""
+    def misfit(self, values: Mapping[str, Any]) -> str:
+        """Return why the changes in a state's values are not of this model; "": they are."""
+        changed, others = values.get("attributes", {}), values.get("other_attributes", {})
         bad = [path for path in changed if not self._owner_of(path, self._paths)[1]]
         return (f"the attributes {bad[:5]} were changed there, but this model has no such modules"
-                if bad else "")
+                if bad else self.others.misfit(others))
 
-    def load(self, changed: Mapping[str, Any]) -> None:
+    def load(self, changed: Mapping[str, Any], of_others: Mapping[str, Any]) -> None:
         """Take over the changes; all other attributes are as they were built."""
+        self._load(changed)
+        self.others.load(of_others)
+
+    def _load(self, changed: Mapping[str, Any]) -> None:
         others = self.changed().keys() & self.built.keys() - changed.keys()
         self._write({path: self.built[path] for path in others} | dict(changed))
         self._places, self._checksum, self.after = self._all_places(), None, {}
@@ -194,7 +211,7 @@ class ModuleAttributes:
 
     def take_up(self, in_flight: Sequence[dict[str, Any]]) -> None:
         before, after = in_flight
-        self.load(before)
+        self._load(before)
         self._is_in_flight, self.after = True, dict(after)
 
     def _write(self, values: Mapping[str, Any]) -> None:
@@ -224,7 +241,7 @@ class _Place:
         self.modules = self.vars.get("_modules", {}).values()
         self.children = list(self.modules)
         self.namespaces = [(name, value) for name, value in self.vars.items()
-                            if name not in OWN and _is_namespace(value)]
+                            if name not in OWN and is_namespace(value)]
 
     def again(self) -> _Place:
         """Return the attributes of the same owner as they are now."""
@@ -347,7 +364,7 @@ def _with_inner(path: str, owner: Any, seen: set[int]) -> Iterator[tuple[str, An
 
 
 def _held(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if _is_namespace(value):
+    if is_namespace(value):
         yield path, value
     elif type(value) in (list, tuple) and len(value) <= MOST_VALUES:
         yield from ((f"{path}.{number}", one) for number, one in enumerate(value)
@@ -357,7 +374,8 @@ def _held(path: str, value: Any) -> Iterator[tuple[str, Any]]:
                     if isinstance(one, torch.nn.Module))
 
 
-def _is_namespace(value: Any) -> bool:
+def is_namespace(value: Any) -> bool:
+    """Return whether the attributes of a value are followed as those of a module."""
     return isinstance(value, (SimpleNamespace, Namespace)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, (type, torch.nn.Module))
         and hasattr(value, "__dict__"))

@@ -13,8 +13,10 @@ import numpy
 import pytest
 import torch
 
+from elastic_trainer.config import ConfigError
 from elastic_trainer.data.leaves import drawn_twice, leaves
 from elastic_trainer.wire.proof import Leaf, Proof, differences
+from elastic_trainer.world.replicas import fingerprint
 
 Pair = namedtuple("Pair", "left right")
 
@@ -42,6 +44,12 @@ def image(value: int) -> Any:
     return pillow.fromarray(numpy.full((2, 2), value, numpy.uint8))
 
 
+def paletted(value: int) -> Any:
+    made = pytest.importorskip("PIL.Image").new("P", (2, 2))
+    made.putpalette([0, 0, 0, 0, 0, value] + [0] * 762)
+    return made
+
+
 RANGE = torch.arange(6.0)
 CHANGED: dict[str, tuple[Callable[[int], Any], str]] = {
     "tensor": (lambda one: RANGE.index_fill(0, torch.tensor([4]), one), ", position 4 has"),
@@ -52,6 +60,20 @@ CHANGED: dict[str, tuple[Callable[[int], Any], str]] = {
     "complex": (lambda one: torch.tensor([0j, one * 1j]), ", position 1 has"),
     "bool": (lambda one: torch.tensor([True, one > 1]), ", position 1 has"),
     "sparse": (lambda one: torch.tensor([0.0, one]).to_sparse(), ", field `values`, position 0"),
+    "nested": (lambda one: torch.nested.nested_tensor([RANGE, torch.full((2,), float(one))]),
+               ", field `values`, position 6 has"),
+    "jagged": (lambda one: torch.nested.nested_tensor(
+        [RANGE, torch.full((2,), float(one))], layout=torch.jagged),
+               ", field `values`, position 6"),
+    "sizes of a nested one": (lambda one: torch.nested.nested_tensor(
+        [torch.ones(one), torch.ones(4 - one)]), ", field `sizes`, position (0, 0) has"),
+    "compressed": (lambda one: torch.tensor([[0.0, one]]).to_sparse_csr(),
+                   ", field `dense`, position (0, 1)"),
+    "masked array": (lambda one: numpy.ma.masked_array([1.0, 2.0], [False, one > 1]),
+                     ", field `mask`, position 1 has"),
+    "palette": (lambda one: paletted(one), ", field `palette`, position 5 has"),
+    "array without bytes": (lambda one: numpy.zeros(one, "V0"),
+                            " is |V0 (1,) in the run, and |V0 (2,) here"),
     "view": (lambda one: torch.full((4, 4), one)[::2, 1], ", position 0 has"),
     "scalar": (lambda one: torch.tensor(one), " has another value"),
     "array": (lambda one: numpy.array([1, 2, one]), ", position 2 has"),
@@ -89,6 +111,20 @@ def test_what_differs_in_a_sample_is_named_whatever_the_sample_is(kind: str) -> 
     mine = Proof.from_dict(Proof(length=9, samples={"731": leaves(make(2))}).to_dict())
     assert mine
     assert [one.text for one in differences(mine, runs)][0].startswith(f"sample 731{named}")
+
+
+@pytest.mark.parametrize("kind", ["nested", "jagged", "sizes of a nested one", "compressed",
+                                  "sparse", "masked array"])
+def test_a_batch_has_a_checksum_of_what_its_tensors_are_made_of(kind: str) -> None:
+    make, _ = CHANGED[kind]
+    assert fingerprint([make(1)]) == fingerprint([make(1)]) != fingerprint([make(2)])
+
+
+def test_a_value_that_cannot_be_read_is_the_users_error() -> None:
+    meta = {"x": [torch.ones(2), torch.ones(2, device="meta")]}
+    assert fingerprint(meta)
+    with pytest.raises(ConfigError, match=r"the field `x.1` of .* on the device meta"):
+        leaves(meta)
 
 
 def test_a_position_of_many_elements_is_a_range_and_a_huge_sample_costs_little() -> None:

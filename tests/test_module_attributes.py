@@ -4,11 +4,16 @@ error that names it."""
 
 from __future__ import annotations
 
+import enum
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from test_evaluation import HELD_OUT
@@ -20,9 +25,10 @@ from test_trainer import Fault, in_a_breaking_world, loop, trainer_of
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.forward import Modes
-from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
+from elastic_trainer.state.layout import LayoutError, byte_ranges, decode, unpack
 from elastic_trainer.state.live_state import LiveState, check_kinds, require_fit
 from elastic_trainer.state.module_attributes import ModuleAttributes, plain_attributes
+from elastic_trainer.state.other_attributes import OF_MODELS
 from elastic_trainer.training.differing import on_attributes, sentence
 
 Model = torch.nn.Module
@@ -223,6 +229,158 @@ def test_attributes_of_torchs_own_modules_are_followed() -> None:
     model["a"].cyclic, model["a"].long = cyclic, list(range(5000))
     attributes.begin()
     assert attributes.changed() == {"a.dropout": 0.2}
+
+
+# --- attributes that are no plain values ----------------------------------------------------------
+
+class Kind(enum.Enum):
+    ONE, TWO = 1, 2
+
+
+class Level(enum.IntEnum):
+    ONE, TWO = 1, 2
+
+
+class Pair(NamedTuple):
+    gain: float
+
+
+class Word(str):
+    """A text of another type."""
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.gain = 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(vars(self))
+
+    def load_state_dict(self, values: dict[str, float]) -> None:
+        vars(self).update(values)
+
+
+@dataclass(slots=True)
+class Slotted:
+    gain: float = 1.0
+
+
+class Holding(Model):
+    """Scales by what it holds, and keeps caches of all kinds."""
+
+    def __init__(self, value: Any, gain: Callable[[Any], Any]):
+        super().__init__()
+        self.value, self._gain = value, gain
+        self.hidden, self.mask = [torch.zeros(1)], torch.ones(1)
+        self.seen: set[tuple[int, ...]] = {(0,)}
+        self.examined = torch.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.hidden.append(x.detach())
+        self.mask = x.detach().sum(1)
+        self.seen.add(tuple(x.shape))
+        if not self.training:
+            self.examined = x.detach()
+        return torch.as_tensor(x * self._gain(self.value))
+
+
+def put(value: Any) -> Callable[[Any], Any]:
+    return lambda module: setattr(module, "value", value)
+
+
+def within(act: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda module: act(module.value)
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a tensor": (lambda: torch.tensor(1.0), lambda v: v, put(torch.tensor(0.5))),
+    "a tensor in place": (lambda: torch.tensor(1.0), lambda v: v, within(lambda v: v.mul_(0.5))),
+    "tensors in a list": (lambda: [torch.tensor(1.0)], lambda v: v[0],
+                          within(lambda v: v[0].mul_(0.5))),
+    "an array": (lambda: numpy.ones(2), lambda v: float(v.mean()),
+                 within(lambda v: v.__imul__(0.5))),
+    "a set": (lambda: {1}, len, within(lambda v: v.add(2))),
+    "a deque": (lambda: deque([1.0]), len, within(lambda v: v.append(2.0))),
+    "an OrderedDict": (lambda: OrderedDict(a=1.0), lambda v: v["a"],
+                       within(lambda v: v.update(a=0.5))),
+    "a defaultdict": (lambda: defaultdict(float, a=1.0), lambda v: v["a"],
+                      within(lambda v: v.update(a=0.5))),
+    "a long list": (lambda: [1.0] * 1500, lambda v: v[7], within(lambda v: v.__setitem__(7, 0.5))),
+    "an enumeration": (lambda: Kind.ONE, lambda v: v.value, put(Kind.TWO)),
+    "an IntEnum": (lambda: Level.ONE, lambda v: v, put(Level.TWO)),
+    "a named tuple": (lambda: Pair(1.0), lambda v: v.gain, put(Pair(0.5))),
+    "a complex number": (lambda: 1j, lambda v: v.imag, put(0.5j)),
+    "bytes": (lambda: b"a", len, put(b"ab")),
+    "a dtype": (lambda: torch.float64, lambda v: torch.finfo(v).bits / 64, put(torch.float32)),
+}
+REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "a Settings": (Settings, lambda v: v.gain, within(lambda v: setattr(v, "gain", 0.5))),
+    "a Slotted": (Slotted, lambda v: v.gain, within(lambda v: setattr(v, "gain", 0.5))),
+    "a Decimal": (lambda: Decimal(1), float, put(Decimal("0.5"))),
+    "a Word": (lambda: Word("a"), len, put(Word("ab"))),
+    "a builtin_function_or_method": (lambda: torch.tanh, lambda v: float(v(torch.ones(()))),
+                                     put(torch.sigmoid)),
+}
+
+
+def held(entry: tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]],
+         until: int = 6, **more: Any) -> str:
+    """Train, and change what the module holds after step 1."""
+    make, gain, change = entry
+    model = built(Holding(make(), gain))
+    return run(model, lambda model, step: step == 1 and change(model[2]), until, **more)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_value_that_changes_after_a_step_is_a_part_of_the_state(kind: str,
+                                                                        tmp_path: Path) -> None:
+    """Of a resumed run, and of a newcomer, with its type. Caches of forward are none."""
+    held(OTHERS[kind], 3, run_dir=tmp_path)
+    assert held(OTHERS[kind], run_dir=tmp_path) == held(OTHERS[kind]) != held(
+        (*OTHERS[kind][:2], lambda module: None))
+    make, gain, change = OTHERS[kind]
+    giver, taker = (LiveState(model, sgd(model)) for model in (
+        built(Holding(make(), gain)), built(Holding(make(), gain))))
+    for state in (giver, taker):
+        state.begin()
+        state.forget()
+    change(giver.model[2])  # type: ignore[index]
+    giver.begin()
+    packed = giver.packed()
+    taker.load(unpack(replace(packed, classes=taker.classes)))
+    taker.begin()
+    assert type(taker.model[2].value) is type(giver.model[2].value)  # type: ignore[index]
+    assert taker.attributes.checksum() == giver.attributes.checksum() != 0
+    taker.forget()
+    taker.load({name: value for name, value in taker.values().items()
+                if name != "other_attributes"})
+    assert gain(taker.model[2].value) == gain(make())  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_another_value_that_cannot_be_kept_is_an_error_when_it_changes_after_a_step(
+        kind: str) -> None:
+    """With its name and the remedy. Before the loop the script may change it."""
+    with pytest.raises(RuntimeError, match=rf"the attribute 2.value of .* It is {kind}") as raised:
+        held(REFUSED[kind])
+    assert "register_buffer" in str(raised.value) and "state={...}" in str(raised.value)
+
+
+def test_an_object_that_is_registered_as_state_may_change() -> None:
+    model = built(Holding(Settings(), lambda value: value.gain))
+    run(model, lambda model, step: setattr(model[2].value, "gain", 0.5), 4,
+        state={"settings": model[2].value})
+
+
+def test_what_an_evaluation_leaves_in_a_module_is_a_cache() -> None:
+    """Workers share its batches."""
+    holding = Holding(1.0, float)
+    model = built(holding)
+    trainer = trainer_of(model)
+    loop(trainer, model, after=lambda step: trainer.evaluate(
+        HELD_OUT, lambda model, batch: {"loss": (float(mse(model, batch)), 1)}))
+    assert not OF_MODELS[id(model)].values()
+    assert holding.examined.dim() == 2
 
 
 # --- modes ----------------------------------------------------------------------------------------

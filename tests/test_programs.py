@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,16 @@ def tagged(**attributes: Any) -> Callable[[], torch.nn.Module]:
     return model
 
 
+class Kind(Enum):
+    A = object()
+    B = object()
+
+
+@dataclass
+class Settings:
+    gain: float
+
+
 MIXED = {"a": Words(), "b": Words(range(20))}
 CHANGES: dict[str, tuple[Built, Built, str]] = {
     "order": (Built(), Built(Words(list(reversed(range(40))))), r"sample \d+, field `"),
@@ -180,6 +191,14 @@ CHANGES: dict[str, tuple[Built, Built, str]] = {
     "eps": (Built(), Built(model=replaced(1, torch.nn.LayerNorm(8, eps=1e-3))), "eps=0.001"),
     "activation": (Built(), Built(model=replaced(2, torch.nn.Tanh())), r"ReLU.*Tanh\(\) here"),
     "an attribute": (Built(model=tagged(scale=1.0)), Built(model=tagged(scale=2.0)), "scale=2.0"),
+    **{f"an attribute: {name}": (Built(model=tagged(scale=one)), Built(model=tagged(scale=other)),
+                                 rf"module `0` is .*scale=.* in the run, and .*scale={told}")
+       for name, (one, other, told) in {
+           "list": ([1, 2], [1, 3], r"\[1, 3\]"), "dict": ({"a": 1}, {"a": 2}, r"\{'a': 2\}"),
+           "dataclass": (Settings(0.1), Settings(0.5), r"Settings\(gain=0.5\)"),
+           "numpy": (numpy.float32(0.25), numpy.float32(0.5), "0.5"),
+           "dtype": (torch.float16, torch.float64, "torch.float64"),
+           "enumeration": (Kind.A, Kind.B, "Kind.B")}.items()},
     "an option": (Built(), Built(optimizer=lambda model: torch.optim.AdamW(
         model.parameters(), lr=0.01, weight_decay=0.2)),
                   "optimizer.weight_decay is 0.1 in the run, and 0.2 here"),

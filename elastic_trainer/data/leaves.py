@@ -26,6 +26,7 @@ from typing import Any
 import numpy
 import torch
 
+from elastic_trainer.config import ConfigError
 from elastic_trainer.data.batches import attributes, fetch
 from elastic_trainer.wire.proof import MARK, Leaf, Values
 
@@ -88,10 +89,23 @@ _Found = tuple[str, str, tuple[int, ...], numpy.ndarray]
 
 
 def _walk(value: Any, path: str, deepest: int) -> Iterator[_Found]:
-    array = _array(value)
+    try:
+        array = _array(value)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        kind = f"a {type(value).__name__} whose bytes cannot be read"
+        is_meta = isinstance(value, torch.Tensor) and value.is_meta
+        raise ConfigError(
+            f"the field `{path or '(all of it)'}` of a sample or a batch is "
+            f"{'a tensor on the device meta, which has no values' if is_meta else kind} "
+            f"({str(error)[:200]}). So no worker can prove that it has the run's data. Let the "
+            f"dataset and collate return tensors on the CPU, arrays, numbers and texts."
+        ) from error
     if array is not None:
         kind, elements = array
         yield path, kind, elements.shape, elements.reshape(-1)
+        if kind == "image P":
+            inner = f"{path}.palette".removeprefix(".")
+            yield from _walk(value.getpalette(), inner, deepest - 1)
     elif isinstance(value, (bytes, bytearray)):
         yield path, "bytes", (len(value),), numpy.frombuffer(bytes(value), numpy.uint8)
     elif isinstance(value, str):
@@ -118,9 +132,15 @@ def _walk(value: Any, path: str, deepest: int) -> Iterator[_Found]:
 def _array(value: Any) -> tuple[str, numpy.ndarray] | None:
     """Return kind and elements of a tensor, an array, an image, or a list of numbers or texts."""
     if isinstance(value, torch.Tensor):
-        return None if value.layout != torch.strided else _of_tensor(value)
+        if value.is_nested or (value.layout != torch.strided and value.device.type != "meta"):
+            return None
+        return _of_tensor(value)
+    if isinstance(value, numpy.ma.MaskedArray):
+        return None
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         array = numpy.asarray(value)
+        if array.dtype.itemsize == 0:  # empty texts, or no fields
+            return str(array.dtype), numpy.zeros(array.shape, numpy.uint8)
         return None if array.dtype.hasobject else (str(array.dtype), array)
     if hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # Pillow
         return f"image {value.mode}", numpy.asarray(value)
@@ -152,10 +172,10 @@ def _of_tensor(tensor: torch.Tensor) -> tuple[str, numpy.ndarray]:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the values inside of a value, by their names."""
-    if isinstance(value, torch.Tensor):  # sparse
-        whole = value.detach().coalesce() if value.layout == torch.sparse_coo else value.detach()
-        yield from ((("indices", whole.indices()), ("values", whole.values()))
-                    if whole.layout == torch.sparse_coo else (("dense", whole.to_dense()),))
+    if isinstance(value, torch.Tensor):  # sparse or nested
+        yield from inner_tensors(value).items()
+    elif isinstance(value, numpy.ma.MaskedArray):
+        yield from (("data", value.data), ("mask", numpy.ma.getmaskarray(value)))
     elif isinstance(value, Mapping):
         yield from ((str(key), value[key]) for key in value)
     elif is_dataclass(value):
@@ -168,6 +188,22 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(number), one) for number, one in enumerate(value.reshape(-1).tolist()))
     else:
         yield from sorted(attributes(value).items())
+
+
+def inner_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the strided tensors that a nested or sparse one is made of, by name; {}: it is
+    strided itself, or its bytes cannot be read."""
+    value = value.detach()
+    if value.is_nested:
+        parts = value.unbind()
+        return {"values": torch.cat([part.reshape(-1) for part in parts] or [torch.empty(0)]),
+                "sizes": torch.tensor([list(part.shape) for part in parts])}
+    if value.layout == torch.strided or value.device.type == "meta":
+        return {}
+    if value.layout == torch.sparse_coo:
+        whole = value.coalesce()
+        return {"indices": whole.indices(), "values": whole.values()}
+    return {"dense": value.to_dense()}
 
 
 def _of_text(text: str) -> numpy.ndarray:

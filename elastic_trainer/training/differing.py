@@ -52,13 +52,13 @@ def refuse_differing_modules(state: LiveState, world: World) -> NoReturn:
 
     All workers call it. Network: one exchange of names and values.
     """
-    mine = json.dumps([state.modes.evaluating_before(), state.attributes.changed_before()],
-                      default=repr)
-    modes, attributes = zip(*map(json.loads, world.gather_texts(mine)), strict=True)
+    attributes = state.attributes.changed_before() | state.attributes.others.texts()
+    mine = json.dumps([state.modes.evaluating_before(), attributes], default=repr)
+    modes, held = zip(*map(json.loads, world.gather_texts(mine)), strict=True)
     state.restore()
-    if all(one == attributes[0] for one in attributes):
+    if all(one == held[0] for one in held):
         raise RuntimeError(sentence(state.committed, modes))
-    raise RuntimeError(on_attributes(state.committed, attributes))
+    raise RuntimeError(on_attributes(state.committed, held))
 
 
 def sentence(step: int, evaluating: Sequence[Sequence[str]]) -> str:

@@ -13,13 +13,16 @@ What always holds:
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import json
 import os
 import random
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 
 from elastic_trainer.config import Launch
@@ -27,7 +30,7 @@ from elastic_trainer.data.index import Index
 from elastic_trainer.data.leaves import leaves, steady
 from elastic_trainer.data.loader import MOST_WRAPPED
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.module_attributes import OWN
+from elastic_trainer.state.module_attributes import OWN, is_namespace, is_plain
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
 from elastic_trainer.state.supported import some
 from elastic_trainer.training.job import Job
@@ -44,7 +47,6 @@ MOST_ENTRIES = 400
 MOST_CHARACTERS = 100
 """Of a fact in a table. A longer one is a digest."""
 OTHERS = "(the others)"
-_PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class Proving:
@@ -145,19 +147,40 @@ def describe(job: Job) -> None:
         if type(module).__name__ != "OptimizedModule"})
 
 
-def described(module: torch.nn.Module) -> str:
-    """Return a module's class and plain attributes: "Dropout(p=0.1, inplace=False)"."""
-    found = ", ".join(f"{name}={value!r}" for name, value in sorted(vars(module).items())
-                      if name not in OWN and _is_plain(value))
+def described(module: Any, deepest: int = 3) -> str:
+    """Return the class and the plain attributes of a module, or of an object of its settings:
+    "Dropout(p=0.1, inplace=False)"."""
+    found = ", ".join(f"{name}={text}" for name, value in sorted(vars(module).items())
+                      if name not in OWN and (text := _text_of(value, deepest)))
     return f"{type(module).__qualname__}({found})"
 
 
-def _is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text or a tuple of them, and not a path, which may
-    differ from host to host."""
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN and not (isinstance(value, str) and os.path.isabs(value))
+def _text_of(value: Any, deepest: int) -> str:
+    """Return the text of an attribute that counts in a proof; "": it does not, as a path, which may
+    differ from host to host, or the arguments of a command, which may ask for more steps."""
+    if is_namespace(value):
+        is_left_out = isinstance(value, Namespace) or deepest == 0
+        return "" if is_left_out else described(value, deepest - 1)
+    if isinstance(value, (complex, torch.dtype)):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__qualname__}.{value.name}"
+    return "" if not is_plain(value) or _has_path(value) else repr(_without_numpy(value))
+
+
+def _has_path(value: Any) -> bool:
+    if isinstance(value, (tuple, list, dict)):
+        return any(map(_has_path, (*value, *value.values()) if isinstance(value, dict) else value))
+    return isinstance(value, str) and os.path.isabs(value)
+
+
+def _without_numpy(value: Any) -> Any:
+    """Return a plain value without numbers of numpy, whose text follows from its version."""
+    if isinstance(value, dict):
+        return {key: _without_numpy(one) for key, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_without_numpy, value))
+    return value.item() if isinstance(value, numpy.generic) else value
 
 
 def _optimizer_of(job: Job, settings: Mapping[str, Any]) -> dict[str, Any]:

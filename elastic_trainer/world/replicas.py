@@ -52,8 +52,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import numpy
 import torch
 
+from elastic_trainer.data.leaves import inner_tensors
 from elastic_trainer.state.forms import SCALARS, form_of, plain_tensor
 from elastic_trainer.state.layout import flat_bytes
 from elastic_trainer.state.live_state import LiveState
@@ -272,7 +274,12 @@ def fingerprint(value: Any) -> int:
 def _folded(value: Any, low: int, high: int, count: int, before: int = 0) -> int:
     """Return a checksum of a value; of a tensor, the share that belongs to the elements [low, high)
     of `count`."""
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+    if isinstance(value, torch.Tensor) and (inner := inner_tensors(value)):
+        return _folded(inner, 0, 1, 1, before)
+    if isinstance(value, numpy.ma.MaskedArray):
+        value = [value.data, numpy.ma.getmaskarray(value)]
+    if (isinstance(value, torch.Tensor) and value.layout == torch.strided
+            and value.device.type != "meta"):
         size = value.numel()
         facts = f"{value.dtype}{size}".encode()
         return _checksum(_elements(value.detach(), size * low // count, size * high // count),
