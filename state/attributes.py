@@ -7,8 +7,8 @@ What always holds:
    another value than when the object was built. A constant of one worker (its rank, a path) stays
    that worker's.
 2. A change that cannot be kept is a flaw, with the attribute's name. `mark` sees a change in an
-   iterator, a generator or an array of objects. It does not see into code (a closure), and not into
-   objects without attributes that have no bytes and cannot be reduced.
+   iterator, a generator, an array of objects and the objects of HIDING. It does not see into code
+   (a closure), and not into objects without attributes that have no bytes and cannot be reduced.
 3. `load` gives an attribute that the values do not have the value that it had when it was built.
 4. An object without attributes of its own costs nothing (torch's optimizers have none).
 
@@ -18,11 +18,12 @@ AdamW of 150 parameters within another optimizer, on one core).
 
 from __future__ import annotations
 
+import functools
+import random
 import types
 import warnings
 import zlib
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -30,9 +31,11 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.forms import plain_tensor
+from elastic_trainer.state.layout import LayoutError, byte_view
 from elastic_trainer.state.object_filling import Filling, set_field
 from elastic_trainer.state.object_nodes import (
+    BUILTIN,
     MISSING,
     PLAIN,
     Node,
@@ -121,7 +124,7 @@ class Attributes:
                 self._built[place] = inner.describe(value, place)
                 self._holders[place] = owner
                 self._classes |= inner.classes
-                self._opaque |= _marked(inner.left)
+                self._opaque |= _marked(inner.left, kept)
             return True
 
         kept = self._kept()
@@ -131,7 +134,7 @@ class Attributes:
                 note(place := _place(name, attribute), value, owner)
                 walk.describe(value, place)
         self._classes |= walk.classes
-        self._opaque |= _marked(walk.left)
+        self._opaque |= _marked(walk.left, kept)
 
     # --- as values --------------------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ class Attributes:
             gone = sorted(self._names[name] - attributes.keys())
             if pairs or gone:
                 found[name] = [pairs, gone]
-        self._judge(walk)
+        self._judge(walk, kept)
         return found
 
     def _are_other(self, own: Mapping[str, dict[str, Any]]) -> bool:
@@ -185,21 +188,21 @@ class Attributes:
         walk = Walk(kept.nodes, kept.storages, skipped=OF_TORCH)
         node = walk.describe(value, place)
         return repr(node) != repr(self._built.get(place, MISSING)) or any(
-            self._is_other(one, inner) for one, inner in walk.left.items())
+            self._is_other(one, inner, kept) for one, inner in walk.left.items())
 
-    def _is_other(self, place: str, value: Any) -> bool:
+    def _is_other(self, place: str, value: Any, kept: Kept) -> bool:
         """True if a value that no node can have is not the one that was built, or has changed."""
         built, hidden = self._opaque.get(place, (MISSING, ""))
-        return built is not value or hidden != mark(value)
+        return built is not value or hidden != mark(value, kept.nodes)
 
-    def _judge(self, walk: Walk) -> None:
+    def _judge(self, walk: Walk, kept: Kept) -> None:
         """Find out which values cannot be kept, or could not be put back."""
         self.flaws = dict(walk.flaws)
         for place, kind in walk.classes.items():
             if self._classes.get(place) != kind:
                 self.flaws[place] = f"a {kind}, which was made after the start"
         for place, value in walk.left.items():
-            if self._is_other(place, value):
+            if self._is_other(place, value, kept):
                 self.flaws[place] = f"a {class_of(value)}"
 
     # --- taken over -------------------------------------------------------------------------------
@@ -248,8 +251,8 @@ class Attributes:
         return torch.device("cpu")
 
 
-def _marked(left: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    return {place: (value, mark(value)) for place, value in left.items()}
+def _marked(left: Mapping[str, Any], kept: Kept) -> dict[str, tuple[Any, str]]:
+    return {place: (value, mark(value, kept.nodes)) for place, value in left.items()}
 
 
 def _place(name: str, attribute: str) -> str:
@@ -260,48 +263,70 @@ MOST_PARTS, DEEPEST = 1000, 6
 """The parts of a container, and the containers in one another, that are looked at."""
 
 
-def mark(value: Any) -> str:
-    """Return a text that is another one when an object has changed."""
-    return "/".join(_texts(value, DEEPEST))
+def mark(value: Any, kept: Container[int] = ()) -> str:
+    """Return a text that is another one when an object has changed. What the state keeps elsewhere
+    (`kept`: ids) is not looked at."""
+    return "/".join(_texts(value, DEEPEST, kept))
 
 
-def _texts(value: Any, depth: int) -> Iterator[str]:
+def _texts(value: Any, depth: int, kept: Container[int]) -> Iterator[str]:
     if type(value) in PLAIN or isinstance(value, numpy.generic):
         yield repr(value)
-    elif depth > 0 and not is_code(value):
+    elif depth > 0 and id(value) not in kept and not is_code(value):
         yield type(value).__name__
-        yield from _inner(value, depth - 1)
+        parts = ["/".join(_texts(one, depth - 1, kept)) for one in _parts(value)]
+        yield from sorted(parts) if isinstance(value, (set, frozenset)) else parts
 
 
-def _inner(value: Any, depth: int) -> Iterator[str]:
+def _parts(value: Any) -> Iterable[Any]:
+    """Return what an object consists of."""
     if isinstance(value, types.GeneratorType):
-        yield from _texts((value.gi_frame and value.gi_frame.f_lasti,
-                           value.gi_frame and dict(value.gi_frame.f_locals)), depth)
-    elif isinstance(value, dict):
-        for pair in islice(value.items(), MOST_PARTS):
-            yield from _texts(pair, depth)
-    elif isinstance(value, (list, tuple, deque)):
-        for one in islice(value, MOST_PARTS):
-            yield from _texts(one, depth)
-    elif isinstance(value, (set, frozenset)):
-        yield from sorted("/".join(_texts(one, depth)) for one in islice(value, MOST_PARTS))
-    elif isinstance(value, numpy.ndarray) and value.dtype.hasobject:
-        yield from _texts(value.reshape(-1)[:MOST_PARTS].tolist(), depth)
-    elif found := fields(value):
-        yield from _texts(found, depth)
-    else:
-        yield from _bytes_of(value, depth)
+        return [value.gi_frame and value.gi_frame.f_lasti,
+                value.gi_frame and dict(value.gi_frame.f_locals)]
+    own = list(fields(value).items())
+    if isinstance(value, functools.partial):
+        return [value.args, value.keywords, *own]
+    if isinstance(value, Mapping):
+        return [*islice(value.items(), MOST_PARTS), *own]
+    if isinstance(value, BUILTIN):
+        return [*islice(value, MOST_PARTS), *own]
+    if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+        return [value.reshape(-1)[:MOST_PARTS].tolist()]
+    if isinstance(value, random.Random):
+        return [_of(value.getstate), *own]
+    if isinstance(value, (numpy.random.BitGenerator, numpy.random.SeedSequence)):
+        return [repr(value.state)]
+    if isinstance(value, numpy.ma.MaskedArray):
+        return [zlib.crc32(one.tobytes()) for one in (value.data, numpy.ma.getmaskarray(value))]
+    if isinstance(value, torch.Tensor):
+        return _parts_of_tensor(value)
+    return own or [_bytes_of(value)]
 
 
-def _bytes_of(value: Any, depth: int) -> Iterator[str]:
-    """Yield what an object without attributes has in its memory, or is made again of."""
-    if hasattr(value, "tobytes") and not hasattr(value, "untyped_storage"):
-        yield str(zlib.crc32(value.tobytes()))
-    elif hasattr(value, "__next__"):
+def _parts_of_tensor(value: torch.Tensor) -> list[Any]:
+    if value.layout != torch.strided or value.is_meta or value.is_quantized:
+        return []
+    first = plain_tensor(value).reshape(-1)[:MOST_PARTS]
+    version = 0 if value.is_inference() else value._version
+    return [version, list(value.shape), zlib.crc32(byte_view(first).numpy().tobytes())]
+
+
+def _of(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except Exception:
+        return None  # random.SystemRandom has no state
+
+
+def _bytes_of(value: Any) -> Any:
+    """Return what an object without attributes has in its memory, or is made again of."""
+    if hasattr(value, "tobytes"):
+        return zlib.crc32(value.tobytes())
+    if hasattr(value, "__next__"):
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # itertools: deprecated in Python 3.12
-                reduced = value.__reduce__()
+                return value.__reduce__()
         except Exception:
-            reduced = repr(value)
-        yield from _texts(reduced, depth)
+            return repr(value)
+    return _of(lambda: zlib.crc32(memoryview(value).tobytes()))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -182,7 +182,8 @@ class Filling:
             raise LayoutError(f"an attribute holds a {name}, which this worker does not have there")
         return MADE[name]()
 
-    def _items(self, number: int, mine: Any, name: str, extra: Any, nodes: list[Node]) -> Any:
+    def _items(self, number: int, mine: Any, name: str, extra: Any, nodes: list[Node],
+               own: Sequence[list[Any]] = ()) -> Any:
         if name == "frozenset":
             found: Any = frozenset(self.build(one) for one in nodes)
             self._found[number] = found
@@ -200,13 +201,15 @@ class Filling:
             found = tuple(items) if name == "tuple" else (
                 type(mine)(*items) if hasattr(mine, "_fields") else type(mine)(items))
             self._found[number] = found
+            self.attributes(found, own, mine)
             return found
         fill = target.update if isinstance(target, set) else target.extend
         self._fill(target, mine, lambda: fill(items))
+        self.attributes(target, own)
         return target
 
     def _pairs(self, number: int, mine: Any, name: str, extra: Any,
-               pairs: list[list[Node]]) -> Any:
+               pairs: list[list[Node]], own: Sequence[list[Any]] = ()) -> Any:
         target = self._place(mine, name, extra)
         self._found[number] = target
         found = {}
@@ -216,6 +219,7 @@ class Filling:
             if not (is_left(node) and inner is MISSING):  # a cache of code fills itself again
                 found[key] = self.build(node, inner)
         self._fill(target, mine, lambda: target.update(found))
+        self.attributes(target, own)
         return target
 
     def _fill(self, target: Any, mine: Any, fill: Callable[[], Any]) -> None:
@@ -237,24 +241,32 @@ class Filling:
         self.attributes(mine, pairs)
         return mine
 
-    def attributes(self, mine: Any, pairs: list[list[Any]]) -> None:
-        """Build the attributes of an object, which `finish` sets."""
-        here = fields(mine)
+    def attributes(self, mine: Any, pairs: Sequence[list[Any]], was: Any = None) -> None:
+        """Build the attributes of an object, which `finish` sets. `was`: the object that stands in
+        its place here, if it is a new one."""
+        here = fields(mine if was is None else was) if pairs else {}
         for name, node in pairs:
             if not isinstance(name, str):
                 raise LayoutError("an attribute has a name that is no text")
             if is_left(node):
                 continue
             value = self.build(node, here.get(name, MISSING))
-            if value is not here.get(name, MISSING):
+            if value is not here.get(name, MISSING) or was is not None:
                 self._last.append(partial(set_field, mine, name, value))
 
-    def _module(self, mine: Any, name: str, pairs: list[list[Any]]) -> Any:
+    def _module(self, mine: Any, name: str, pairs: list[list[Any]],
+                own: Sequence[list[Any]] = ()) -> Any:
         self._require(mine, name)
+        self._found[-1] = mine  # it may refer to itself
         here = {**dict(mine.named_parameters()), **dict(mine.named_buffers())}
         for one, node in pairs:
             if self.build(node, here.get(one, MISSING)) is not here.get(one, MISSING):
                 raise LayoutError(f"{one} of a {name} is another tensor here")
+        modules = dict(mine.named_modules())
+        for path, inner in own:
+            if path not in modules:
+                raise LayoutError(f"the module {path} of a {name} is not there here"[:200])
+            self.attributes(modules[path], inner)
         return mine
 
     def _enum(self, mine: Any, name: str, member: str) -> Any:

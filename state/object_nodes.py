@@ -15,8 +15,11 @@ What it does not do: decide which attributes are kept (attributes.py).
 
 from __future__ import annotations
 
+import functools
 import random
+import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
@@ -24,6 +27,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_trainer.state.forms import factory_of
 
@@ -43,6 +47,13 @@ TOOLS = ("threading", "_thread", "logging", "weakref", "concurrent", "functools"
          "multiprocessing", "torch.cuda", "torch.distributed", "torch._C", "torch._dynamo",
          "torch.autograd", "torch.utils", "typing", "inspect", "contextlib", "horovod")
 """The packages whose objects hold no values of a training."""
+HIDING = (functools.partial, threading.local, weakref.WeakKeyDictionary,
+          weakref.WeakValueDictionary, WeakIdKeyDictionary, numpy.ma.MaskedArray,
+          numpy.random.BitGenerator, numpy.random.SeedSequence, random.Random)
+"""The classes whose objects hold values that no node has: a change in one is a flaw."""
+OF_MODULES = frozenset(vars(torch.nn.Module()).keys() - {"training"}) | {"_flat_weight_refs"}
+"""The attributes that torch's modules have for themselves."""
+BUILTIN = (dict, list, tuple, set, frozenset, deque)
 Node = Any
 
 
@@ -58,10 +69,27 @@ def class_of(value: Any) -> str:
 def is_code(value: Any) -> bool:
     """True for code, and for tools of a process such as locks, streams and loggers."""
     module = type(value).__module__
-    if isinstance(value, (torch.Tensor, torch.Generator)):
+    if isinstance(value, (torch.Tensor, torch.Generator)) or hides(value):
         return False
     return isinstance(value, CODE) or any(module == tool or module.startswith(f"{tool}.")
                                           for tool in TOOLS)
+
+
+def hides(value: Any) -> bool:
+    """True for an object of HIDING; a functools.partial of numbers, texts and code alone is code,
+    and a random.Random that is no subclass has a node."""
+    kind: type = type(value)
+    if not _is_hiding(kind):
+        return False
+    if isinstance(value, functools.partial):
+        return any(not (type(one) in PLAIN or is_code(one))
+                   for one in (*value.args, *value.keywords.values()))
+    return type(value) is not random.Random
+
+
+@functools.cache
+def _is_hiding(kind: type) -> bool:
+    return issubclass(kind, HIDING)
 
 
 def fields(value: Any) -> dict[str, Any]:
@@ -78,6 +106,8 @@ def fields(value: Any) -> dict[str, Any]:
 def bears(value: Any, depth: int = 0) -> bool:
     """True if a value holds a tensor, an array, a generator of random numbers or an optimizer:
     whether it has changed cannot be seen at once, so it is kept in any case."""
+    if hides(value):
+        return False
     if isinstance(value, (torch.Tensor, numpy.ndarray, random.Random, torch.Generator,
                           numpy.random.Generator, numpy.random.RandomState, torch.optim.Optimizer,
                           torch.nn.Module)):
@@ -85,9 +115,13 @@ def bears(value: Any, depth: int = 0) -> bool:
     if depth > DEEPEST or type(value) in PLAIN or is_code(value):
         return False
     if isinstance(value, dict):
-        return any(bears(k, depth + 1) or bears(v, depth + 1) for k, v in value.items())
-    if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return any(bears(one, depth + 1) for one in value)
+        found = any(bears(k, depth + 1) or bears(v, depth + 1) for k, v in value.items())
+    elif isinstance(value, BUILTIN):
+        found = any(bears(one, depth + 1) for one in value)
+    else:
+        found = False
+    if found or type(value) in BUILTIN:
+        return found
     return depth <= DEEPEST_OBJECTS and any(bears(one, depth + 1)
                                             for one in fields(value).values())
 
@@ -127,7 +161,7 @@ class Walk:
         if (small := _small(value)) is not None:
             return small
         self._number(value)
-        if depth > DEEPEST:
+        if depth > DEEPEST or hides(value):
             return self._leave(value, where)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, where)
@@ -135,8 +169,11 @@ class Walk:
             return ["array", torch.from_numpy(numpy.ascontiguousarray(value)), list(value.shape)]
         if (state := _random_state(value)) is not None:
             return state
-        if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
-            return self._container(value, where, depth + 1, objects)
+        if isinstance(value, BUILTIN):
+            node = self._container(value, where, depth + 1, objects)
+            own = [] if kind in BUILTIN or node is LEFT else self.attributes(
+                value, where, depth + 1, objects + 1)
+            return [*node, own] if own else node
         return self._object(value, where, depth + 1, objects)
 
     def _number(self, value: Any) -> int:
@@ -144,6 +181,7 @@ class Walk:
         return self._numbers.setdefault(id(value), len(self._numbers))
 
     def _leave(self, value: Any, where: str) -> Node:
+        self._numbers.pop(id(value), None)  # the last number: LEFT has none where it is filled
         self.left[where] = value
         return LEFT
 
@@ -154,8 +192,8 @@ class Walk:
         storage = value.untyped_storage()
         base = self._storages.get(storage.data_ptr()) if storage.nbytes() else None
         size = value.numel() * value.element_size()
-        if base == "gradient":
-            self.flaws[where] = "a gradient, whose memory is used again. Use a clone of it"
+        if isinstance(base, str):
+            self.flaws[where] = OF_OTHERS[base]
             return LEFT
         if base is None and size >= storage.nbytes():
             node = ["tensor", value.detach(), *_place_of(value)]
@@ -210,8 +248,9 @@ class Walk:
         if isinstance(value, torch.nn.Module):
             self.classes[where] = name
             tensors = [*value.named_parameters(), *value.named_buffers()]
-            return ["module", name, [[one, self.describe(tensor, f"{where}.{one}", depth, objects)]
-                                     for one, tensor in tensors]]
+            named = [[one, self.describe(tensor, f"{where}.{one}", depth, objects)]
+                     for one, tensor in tensors]
+            return ["module", name, named, *self._of_modules(value, where, depth, objects)]
         if isinstance(value, torch.optim.Optimizer):
             objects = 0
         found = fields(value)
@@ -220,22 +259,42 @@ class Walk:
         self.classes[where] = name
         return ["object", name, self.attributes(value, where, depth, objects + 1)]
 
+    def _of_modules(self, whole: torch.nn.Module, where: str, depth: int,
+                    objects: int) -> list[Node]:
+        """Return the wanted attributes of a module and of its parts, by their paths, as the only
+        entry of a list; [] if there are none."""
+        found = []
+        for path, module in whole.named_modules():
+            if id(module) not in self._kept:
+                place = f"{where}.{path}".removesuffix(".")
+                if pairs := self.attributes(module, place, depth, objects + 1):
+                    found.append([path, pairs])
+        return [found] if found else []
+
     def attributes(self, value: Any, where: str, depth: int = 0, objects: int = 0) -> Node:
         """Return the wanted attributes of an object as pairs of name and node: an optimizer's
         groups first and its state last, because the state's keys may stand in both."""
         found = fields(value)
         is_optimizer = isinstance(value, torch.optim.Optimizer)
+        is_module = isinstance(value, torch.nn.Module)
         if is_optimizer:
             order = {"param_groups": 0, "state": 2}
             found = dict(sorted(found.items(), key=lambda pair: order.get(pair[0], 1)))
         pairs = []
         for name, one in found.items():
             place = f"{where}.{name}".removeprefix(".")
-            if is_optimizer and name in self._skipped:
+            if name in (self._skipped if is_optimizer else OF_MODULES if is_module else ()):
                 continue
             if self._is_wanted(place, one, value):
                 pairs.append([name, self.describe(one, place, depth, objects)])
         return pairs
+
+
+OF_OTHERS = {
+    "gradient": "a gradient, whose memory is used again. Use a clone of it",
+    "part": "a tensor whose memory a smaller one in optimizer.state is a view of. Keep both in "
+            "optimizer.state or, if one is a view of the other, both in attributes"}
+"""Why a tensor in an attribute cannot be kept, by what stands for the node of its memory."""
 
 
 def _place_of(value: torch.Tensor) -> list[Any]:
@@ -296,16 +355,21 @@ def from_json(state: Any) -> Any:
 def leaves(node: Node, where: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors, numbers and texts of a tree with their places."""
     match node:
-        case ["pairs", _, _, [*pairs]]:
+        case ["pairs", _, _, [*pairs], *own]:
             for key, one in pairs:
                 name = key[-1] if isinstance(key, (list, tuple)) else key
                 yield from leaves(one, f"{where}/{name}")
-        case ["object" | "module", _, [*pairs]]:
-            for name, one in pairs:
-                yield from leaves(one, f"{where}.{name}")
-        case ["items", _, _, [*items]]:
+            yield from _named(own, where)
+        case ["object", _, [*pairs]]:
+            yield from _named([pairs], where)
+        case ["module", _, [*pairs], *own]:
+            yield from _named([pairs], where)
+            for path, inner in own[0] if own else ():
+                yield from _named([inner], f"{where}.{path}".removesuffix("."))
+        case ["items", _, _, [*items], *own]:
             for number, one in enumerate(items):
                 yield from leaves(one, f"{where}/{number}")
+            yield from _named(own, where)
         case [_, *parts]:
             for one in parts:
                 yield from leaves(one, where)
@@ -314,3 +378,10 @@ def leaves(node: Node, where: str = "") -> Iterator[tuple[str, Any]]:
                 yield from leaves(one, where)
         case _:
             yield where, node
+
+
+def _named(own: list[Any], where: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a list of lists of names and nodes."""
+    for pairs in own:
+        for name, one in pairs:
+            yield from leaves(one, f"{where}.{name}")

@@ -15,12 +15,14 @@ What always holds:
    sets the rates itself; it is part of the state, and is stepped exactly once per finished step. If
    other code sets a rate or steps the scheduler, `Rates.check` raises, with the remedy. Else
    `train` and the user's code would overwrite each other's rates in silence.
-6. A rate that is a tensor stays the same tensor: a compiled optimizer reads it in place.
+6. Tensors of `state` that share a memory are refused: the attributes alone keep views as views.
+7. A rate that is a tensor stays the same tensor: a compiled optimizer reads it in place.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -283,6 +285,7 @@ class OptimizerValues:
         attribute again only when its type is another one, and a dict in it may have a new value.
         """
         groups, kept = self._optimizer.param_groups, self._optimizer.state
+        self._require_apart(names)
         attributes = self.attributes.values()
         if flaws := self._flaws():
             raise CannotKeep(f"the optimizer holds {flaws}")
@@ -294,6 +297,26 @@ class OptimizerValues:
                 "members": self._members(names),
                 "shared": {key: value for key, value in kept.items()
                            if not isinstance(key, torch.Tensor)}}
+
+    def _require_apart(self, names: dict[int, str]) -> None:
+        """Raise CannotKeep if two tensors of the state share a memory, or one shares that of a
+        parameter: they would come back apart."""
+        tensors: list[tuple[str, torch.Tensor]] = [
+            (f"parameter {names[id(p)]}", p) for p in named_parameters(self._model).values()
+                   if id(p) in names]
+        tensors += [(f"optimizer.state[{names.get(id(key), key)}]{place}", value)
+                    for key, entry in self._optimizer.state.items()
+                    for place, value in _tensors_in(entry)]
+        seen: dict[int, tuple[str, Any]] = {}
+        for place, value in tensors:
+            if (at := _memory(value)) == 0:
+                continue
+            first, other = seen.setdefault(at, (place, value))
+            if other is not value and place.startswith("optimizer"):
+                raise CannotKeep(
+                    f"{place} shares its memory with {first}, and would come back with a memory of "
+                    f"its own. Keep a clone, or keep the flat tensor and all views of it in "
+                    f"attributes of the optimizer (self.flat, self.views), where they stay views")
 
     def _own_values(self) -> dict[str, Node]:
         """Return what the optimizers' own state_dicts have beside torch's."""
@@ -365,11 +388,32 @@ class OptimizerValues:
                     kept[parameters[name]] = _moved(entries[name], parameters[name], moves_step)
 
 
+def _tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of an entry of the state, with their places."""
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield from _tensors_in(one, f"{place}[{key!r}]")
+    elif isinstance(value, (list, tuple, deque)):
+        for number, one in enumerate(value):
+            yield from _tensors_in(one, f"{place}[{number}]")
+
+
+def _memory(value: torch.Tensor) -> int:
+    """Return the address of a tensor's memory; 0: it has none."""
+    return value.untyped_storage().data_ptr() if value.layout == torch.strided else 0
+
+
 def _add_tensors(kept: Kept, entry: Any, *name: Any) -> None:
     """Note the tensors and containers of a group, or of what is kept of a parameter."""
     for key, value in entry.items() if isinstance(entry, dict) else ():
         if isinstance(value, (torch.Tensor, dict, list)) and key != "params":
             kept.add(value, *name, key)
+            if isinstance(value, torch.Tensor) and name[0] == "of" and (at := _memory(value)) and (
+                    value.numel() * value.element_size() < value.untyped_storage().nbytes()
+                    and kept.storages[at] == kept.nodes[id(value)]):
+                kept.storages[at] = "part"
 
 
 def _moved(value: Any, parameter: torch.Tensor, moves_step: bool) -> Any:

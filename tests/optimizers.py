@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import random
-from collections import defaultdict, deque, namedtuple
+from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -185,6 +185,58 @@ class Objects(Shrinking):
         self.array += 0.5
         return 1 - 0.01 * (self.meter.value + self.slotted.value * self.mode.value * 0.1
                            + self.pair.b + self.pair.a * 0.01 + float(self.array.sum()) * 0.01)
+
+
+class Bank(dict[str, int]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total, self.mean = 0, torch.zeros(1)
+
+
+class History(list[float]):
+    total = 0
+
+
+class Subclasses(Shrinking):
+    """Containers that have attributes."""
+
+    def build(self) -> None:
+        self.bank, self.history, self.ordered = Bank(), History(), OrderedDict(a=1)
+        self.ordered.n = 0  # type: ignore[attr-defined]
+
+    def factor(self) -> float:
+        self.bank["n"] = self.bank.get("n", 0) + 1
+        self.bank.total += 1
+        self.bank.mean += 0.5
+        self.history.total += 1
+        self.ordered.n += 1  # type: ignore[attr-defined]
+        return 1 - 0.001 * (self.bank["n"] + self.bank.total + float(self.bank.mean)
+                            + self.history.total
+                            + self.ordered.n)  # type: ignore[attr-defined]
+
+
+class ModelEma(Model):
+    """A module with a number beside its tensors, also in one of its parts."""
+
+    def __init__(self, inner: Model) -> None:
+        super().__init__()
+        self.inner, self.updates = inner, 0
+        self.drop = torch.nn.Dropout(0.5)
+        self.latest: dict[str, torch.Tensor] = {}
+
+
+class OfModules(Shrinking):
+    def build(self) -> None:
+        self.ema = ModelEma(torch.nn.LSTM(2, 2))
+        for parameter in self.ema.parameters():
+            torch.nn.init.constant_(parameter, 0.1)
+
+    def factor(self) -> float:
+        ema = self.ema
+        ema.updates += 1
+        ema.drop.p *= 0.9
+        ema.latest["a"] = ema.latest.get("a", torch.zeros(1)) + 1
+        return 1 - 0.001 * (ema.updates + ema.drop.p + float(ema.latest["a"]))
 
 
 class Flat(Shrinking):
@@ -392,7 +444,7 @@ class Opaque(Shrinking):
 KEPT: dict[str, Callable[[Model], Optimizer]] = {
     **{kind.__name__: (lambda model, kind=kind: kind(model.parameters()))
        for kind in (Counting, FirstLater, Containers, Keyed, OnParameters, Drawing, Objects, Flat,
-                    Together, Opaque)},
+                    Together, Opaque, Subclasses, OfModules)},
     "Averaged": Averaged,
     "Delegating": lambda model: Delegating(torch.optim.AdamW(model.parameters(), lr=0.01)),
     **{kind.__name__: (lambda model, kind=kind: kind(

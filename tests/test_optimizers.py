@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import array
+import ctypes
+import functools
 import itertools
 import logging
+import random
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +19,10 @@ import torch
 from optimizers import KEPT, Counting, Shrinking, parameters_of
 from test_loop import DATA, built, in_a_world, job, mse, trained
 from test_state import bytes_of, received
+from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_trainer import ConfigError, Trainer
+from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.replicas import Replica, ReplicasDisagree
@@ -169,6 +174,13 @@ class Nested:
             self.inner.change()
 
 
+class OwnRandom(random.Random):
+    pass
+
+
+KEY = torch.ones(1)
+
+
 HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "a count": (lambda: itertools.count(1), next),
     "a generator": (rates, next),
@@ -181,6 +193,17 @@ HIDDEN: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "an array of objects": (lambda: numpy.array([1, None], dtype=object),
                             lambda made: made.__setitem__(0, made[0] + 1)),
     "objects in objects": (Nested, lambda made: made.change()),
+    "a weak dict": (lambda: WeakIdKeyDictionary({KEY: torch.ones(2)}),
+                    lambda made: made[KEY].data.mul_(2)),
+    "the local values of a thread": (threading.local, lambda made: setattr(made, "n", 1)),
+    "a list in a partial": (lambda: functools.partial(print, []),
+                            lambda made: made.args[0].append(1)),
+    "a source of bits": (lambda: numpy.random.PCG64(3), lambda made: made.random_raw()),
+    "a seed of seeds": (lambda: numpy.random.SeedSequence(3), lambda made: made.spawn(1)),
+    "a subclass of random.Random": (lambda: OwnRandom(3), lambda made: made.random()),
+    "a number of C": (lambda: ctypes.c_int(0), lambda made: setattr(made, "value", 1)),
+    "a mask": (lambda: numpy.ma.masked_array([1.0, 2.0], mask=[False, False]),
+               lambda made: made.__setitem__(0, numpy.ma.masked)),
 }
 
 
@@ -206,7 +229,34 @@ def test_a_value_that_cannot_be_kept_is_an_error_when_a_step_moves_it(what: str)
         trained(model, Moving(model.parameters()), until="9 steps")
 
 
+@pytest.mark.parametrize("what, named", [
+    ("views in state", r"optimizer.state\[0.weight\]\['flat'\] shares its memory with"),
+    ("a parameter's memory", r"\['it'\] shares its memory with parameter 0.weight"),
+    ("views in state of an attribute", "flat .now a tensor whose memory a smaller one"),
+])
+def test_a_memory_that_would_come_back_twice_is_refused(what: str, named: str) -> None:
+    """Views are kept as views in attributes alone (optimizers.Flat)."""
+
+    class Views(Shrinking):
+        def factor(self) -> float:
+            first = next(parameters_of(self))
+            if what == "a parameter's memory":
+                self.state[first]["it"] = first.detach()
+                return 1.0
+            flat = torch.zeros(2 * first.numel())
+            self.state[first]["view"] = flat[:first.numel()]
+            if what == "views in state":
+                self.state[first]["flat"] = flat
+            else:
+                self.flat = flat
+            return 1.0
+
+    with pytest.raises((CannotKeep, RuntimeError), match=named):
+        state_of(lambda model: Views(model.parameters()), 1).packed()
+
+
 HARMLESS: dict[str, Callable[[Any], Any]] = {"code": lambda self: lambda: 1,
+                                             "a partial": lambda self: functools.partial(max, 1),
                                              "a lock": lambda self: threading.Lock(),
                                              "code by shape": lambda self: {(2, 3): lambda: 1},
                                              "a logger": lambda self: logging.getLogger("x"),
