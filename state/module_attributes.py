@@ -43,8 +43,9 @@ import torch
 from elastic_trainer.state.names import plain
 from elastic_trainer.state.other_attributes import OtherAttributes, others_of_evaluation
 
-OWN = frozenset(vars(torch.nn.Module())) | {"_is_torch_compile"}
-"""What torch itself keeps in a module. forward.py has `training`."""
+OWN = frozenset(vars(torch.nn.Module())) | {"_is_torch_compile", "_compile_kwargs"}
+"""What torch itself keeps in a module, and Lightning, whose import wraps torch.compile
+(lightning/fabric/wrappers.py, _capture_compile_kwargs). forward.py has `training`."""
 OF_OTHERS = ("lightning", "pytorch_lightning", "torchmetrics")
 """The packages whose modules adapters/lightning_attributes.py and lightning_metrics.py follow."""
 BARE = torch.nn.Module.get_extra_state
