@@ -289,7 +289,7 @@ class OptimizerValues:
         attributes = self.attributes.values()
         if flaws := self._flaws():
             raise CannotKeep(f"the optimizer holds {flaws}")
-        added = self._own_values() if self.attributes.flaws and self._owns_dict() else {}
+        added = self._own_values() if self.attributes.flaws else {}  # it owns its dict, then
         return {**({"attributes": attributes} if attributes else {}),
                 **({"own": added} if added else {}),
                 "state": {names[id(p)]: kept[p] for g in groups for p in g["params"] if p in kept},
@@ -302,8 +302,7 @@ class OptimizerValues:
         """Raise CannotKeep if two tensors of the state share a memory, or one shares that of a
         parameter: they would come back apart."""
         tensors: list[tuple[str, torch.Tensor]] = [
-            (f"parameter {names[id(p)]}", p) for p in named_parameters(self._model).values()
-                   if id(p) in names]
+            (f"parameter {name}", p) for name, p in named_parameters(self._model).items()]
         tensors += [(f"optimizer.state[{names.get(id(key), key)}]{place}", value)
                     for key, entry in self._optimizer.state.items()
                     for place, value in _tensors_in(entry)]
