@@ -2,13 +2,17 @@
 # deploy/check.sh FILE.tfvars [-var NAME=VALUE]…
 #
 # Prints what an `apply` with these variables would lack in this account, before a machine is
-# rented: credentials, region, bucket, code, zones, types, image, quotas. FILE is that of `apply
-# -var-file=FILE`. Exit code 0: apply; 1: do not apply yet; 2: wrong arguments. It asks AWS and
-# changes nothing.
+# rented: credentials, region, bucket, code, zones, types, image, GPUs, quotas; and what it costs.
+# FILE is that of `apply -var-file=FILE`. Exit code 0: apply; 1: do not apply yet; 2: wrong
+# arguments. It asks AWS and changes nothing.
 #
 # FILE, terraform/fleet/variables.tf (for the defaults) → here → discovery/places/ec2_*.py
 #
-# Environment: PYTHON is a Python 3.10 or newer with boto3 (.venv's, or python3).
+# Environment:
+#   PYTHON        a Python 3.10 or newer with boto3 (.venv's, or python3)
+#   GRADIENT_GB   the gradients of your model (0.5: 124 million parameters in float32)
+#   STEP_S        the seconds of a step (1)
+# The last two are for the estimate of what gradients between zones cost.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fleet=$root/deploy/terraform/fleet
@@ -44,12 +48,12 @@ terraform -chdir="$folder" plan -input=false -no-color -var-file="$file" "$@" >/
     stop 1 "terraform refuses the variables; its messages are above. Correct them in $file."
 wanted=
 for name in region bucket name workers instance_types zones coordinator_type image_id \
-    worker_disk_gb; do
+    worker_disk_gb slots image_has_gpu_driver max_price_per_hour; do
     wanted+="$name = var.$name, "
 done
 # terraform's console reads one line.
 wish=$(terraform -chdir="$folder" console -var-file="$file" "$@" 2>/dev/null <<END
-base64encode(jsonencode({$wanted}))
+base64encode(jsonencode({$wanted gradient_gb = "${GRADIENT_GB:-0.5}", step_s = "${STEP_S:-1}"}))
 END
 )
 wish=${wish//\"/}

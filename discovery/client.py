@@ -60,6 +60,7 @@ def health_in(answer: Any, now: float) -> Health:
         deadline=None if answer["deadline"] is None else _checked_time(answer["deadline"]),
         for_good=bool(answer["for_good"]), life=str(answer["life"]), is_clock_off=is_off,
         rebalance=bool(answer["rebalance"]), refused=int(answer["refused"]),
+        gpus=None if answer.get("gpus") is None else int(answer["gpus"]),
         facts={"workers": [str(worker["doing"])[:MAX_TEXT] for worker in answer["workers"]],
                "standby": int(answer["standby"])})
 

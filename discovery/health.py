@@ -2,6 +2,9 @@
 
 metadata service, disk, memory, GPUs, processes → here → agent.py (answers the poller)
 
+`gpus` in the answer is how many GPUs nvidia-smi finds: 0 where there is no nvidia-smi, None before
+the first examination. The poller knows how many the machine's type has (hosts.py).
+
 What always holds:
 1. A draining host drains for good: a notice is never withdrawn. A stop of the agent's service ends
    with the next agent, whose answers have another `life`.
@@ -111,6 +114,7 @@ class Agent:
         self._rebalance = self._has_called = False
         self._sick = self._unknown = self._unexamined = ""
         self._gpus = len(list(devices.glob("nvidia[0-9]*")))
+        self._answering_gpus: int | None = None
         self._examining_since: float | None = None
         self._life = secrets.token_hex(8)
         self.refused = 0
@@ -177,7 +181,7 @@ class Agent:
         self._examining_since = time.monotonic()
         try:
             gpus = self._count_gpus()
-            self._gpus = max(self._gpus, gpus or 0)
+            self._gpus, self._answering_gpus = max(self._gpus, gpus or 0), gpus or 0
             is_lost = gpus is not None and gpus < self._gpus
             self._sick = self._find_illness(self.folder) or (
                 f"GPU lost: {gpus} of {self._gpus} answer" if is_lost else "")
@@ -198,7 +202,7 @@ class Agent:
         return {"state": "draining" if drains else "sick" if sick else "ready", "why": reason,
                 "deadline": drains["deadline"] if drains else None,
                 "for_good": bool(drains and drains["for_good"]), "life": self._life,
-                "rebalance": self._rebalance,
+                "rebalance": self._rebalance, "gpus": self._answering_gpus,
                 "workers": [worker | {"worker": worker["worker"][:MOST_NAME]}
                             for worker in self.workers()[:MOST_WORKERS]],
                 "standby": standbys.waiting_in(standbys.standby_folder(os.environ, self.user),

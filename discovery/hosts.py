@@ -13,7 +13,9 @@ What always holds:
    time.
 5. One odd answer does not empty the list: an answer without more than half of the listed hosts, and
    without a notice of them, must be confirmed by a second one for each missing host.
-6. A fault of the poller does not empty the list: when most agents, and at least two, are not heard
+6. A host that finds fewer GPUs than its type has is sick: it would train on its CPUs, at the price
+   of GPUs.
+7. A fault of the poller does not empty the list: when most agents, and at least two, are not heard
    or have another clock, the poller's network or clock is at fault. Those hosts keep their places
    until they are heard, or leave for another reason.
 """
@@ -47,6 +49,8 @@ class Health:
     because of it."""
     heard_at: float = 0.0
     """On the poller's own clock."""
+    gpus: int | None = None
+    """How many GPUs it finds; None: unknown, e.g. to an agent of version 0.1."""
     refused: int = 0
     """The unauthenticated clients that it has refused since its start."""
     facts: Mapping[str, object] = field(default_factory=dict)
@@ -148,7 +152,7 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
 
     `health` is by instance id; `now` is any clock that only goes forward, in seconds.
     """
-    past = {i.id: _remember(history.past.get(i.id, Past()), health.get(i.id), now)
+    past = {i.id: _remember(i, history.past.get(i.id, Past()), health.get(i.id), now)
             for i in instances}
     reasons = {i.id: _forbidden(i, past[i.id], policy) for i in instances}
     fit = [past[i] for i, why in reasons.items() if not why]
@@ -197,7 +201,7 @@ def _doubt(unexplained: Sequence[str], listed: set[str], reasons: Mapping[str, s
                 doubted=tuple(sorted({*history.doubted, *unexplained}))))
 
 
-def _remember(past: Past, answer: Health | None, now: float) -> Past:
+def _remember(instance: Instance, past: Past, answer: Health | None, now: float) -> Past:
     """Return the past of a host that the cloud knows, with its agent's answer."""
     past = replace(past, seen_at=now)
     if answer is None:
@@ -205,13 +209,27 @@ def _remember(past: Past, answer: Health | None, now: float) -> Past:
     if not answer.is_clock_off:
         past = replace(past, heard_at=answer.heard_at)
     if not (answer.is_clock_off and past.is_listed):
-        past = replace(past, sick=f"{SICK}{answer.why}" if answer.state == "sick" else "")
+        why = answer.why if answer.state == "sick" else _lost_gpus(instance, answer)
+        past = replace(past, sick=why and f"{SICK}{why}")
     if answer.state != "draining":
         return replace(past, stopped="") if answer.life != past.stopped else past
     if not answer.for_good:
         return replace(past, stopped=answer.life)
     notice = f"notice: {answer.why}" if answer.why else "notice"
     return replace(past, doomed=past.doomed or notice)
+
+
+def _lost_gpus(instance: Instance, answer: Health) -> str:
+    """Return the reason of a host that finds fewer GPUs than its type has; "" if there is none.
+
+    It would train on its CPUs, or with fewer workers than it has slots.
+    """
+    if answer.gpus is None or answer.gpus >= instance.gpus:
+        return ""
+    why = (f"{instance.type} has {instance.gpus} GPUs, and nvidia-smi finds "
+           f"{answer.gpus or 'none'}")
+    return why if answer.gpus else (
+        f"{why}. Set image_id to an image with NVIDIA's driver (deploy/README.md)")
 
 
 def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:

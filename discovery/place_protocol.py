@@ -55,6 +55,8 @@ class Instance:
     """Scheduled events that are not completed: code ("instance-stop", …), and in how many seconds
     it may begin."""
     slots: int = 1
+    gpus: int = 0
+    """NVIDIA's GPUs of its type. The host's agent must find as many."""
 
 
 @dataclass(frozen=True)

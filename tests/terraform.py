@@ -35,9 +35,9 @@ LIMIT_S = 400
 FOREIGN = ("AWS_", "TF_")
 """How the variables begin that are none of a test's business."""
 QUIETLY = ("-auto-approve", "-input=false", "-no-color", "-compact-warnings")
-NO_SECRETS = {"AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GROUP", "MIN_NP", "NP",
-              "PACKAGES", "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE", "TORCH_SPEC",
-              "WORKERS_ROLE_ID"}
+NO_SECRETS = {"AWS_REGION", "AWS_DEFAULT_REGION", "BUCKET", "FLEET", "GPUS", "GROUP", "MIN_NP",
+              "NP", "PACKAGES", "PIP_EXTRA_INDEX_URL", "ROLE", "ROLE_ID", "SLOTS", "SOURCE",
+              "TORCH_SPEC", "WORKERS_ROLE_ID"}
 TEST_PROVIDER = """
 provider "aws" {
   access_key                  = "x"
@@ -110,10 +110,17 @@ class Root:
     def planned(self, **values: str) -> dict[str, dict[str, Any]]:
         """Return what an `apply` would change now, by address, as `terraform show -json` tells
         it."""
-        self._terraform("plan", "-out=test.plan", "-input=false", "-no-color", *_others(values))
-        changes = json.loads(self._terraform("show", "-json", "test.plan"))["resource_changes"]
-        return {one["address"]: one["change"] for one in changes
+        return {one["address"]: one["change"] for one in self._plan(values)["resource_changes"]
                 if one["change"]["actions"] not in (["no-op"], ["read"])}
+
+    def outputs_planned(self, **values: str) -> dict[str, Any]:
+        """Return the outputs of an `apply`, as far as they are known before."""
+        changes = self._plan(values)["output_changes"]
+        return {name: change["after"] for name, change in changes.items() if "after" in change}
+
+    def _plan(self, values: Mapping[str, str]) -> dict[str, Any]:
+        self._terraform("plan", "-out=test.plan", "-input=false", "-no-color", *_others(values))
+        return dict(json.loads(self._terraform("show", "-json", "test.plan")))
 
     def plan_refused(self, **values: str) -> str:
         """Plan what must be refused, with some variables in other words; returns what terraform

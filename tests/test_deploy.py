@@ -49,6 +49,7 @@ WRONG_OF_BUCKET = {"region": "eu-central-1a", "bucket": "s3://mine"}
 WRONG = WRONG_OF_BUCKET | {
     "name": "Mine", "command": [], "torch_spec": "torch",
     "pip_extra_index_url": "https://me:word@index", "min_workers": 3, "max_workers": 1, "slots": 0,
+    "max_price_per_hour": 0, "worker_disk_mbps": 100,
     "instance_types": [], "zones": ["us-east-1a", "us-east-1a"],
     "spot_allocation_strategy": "cheapest", "image_id": "al2023", "worker_disk_gb": 8,
     "data_buckets": ["s3://data"], "environment": {"ELASTIC_TRAINER_KEY": "x"},
@@ -187,7 +188,8 @@ def test_the_coordinator_may_call_what_discovery_calls_and_workers_nothing_of_it
     """Each boto3 call of discovery/places/ec2.py, by its name in IAM; nothing more but to
     send the workers away."""
     tree = ast.parse((ROOT / "discovery" / "places" / "ec2.py").read_text())
-    services = {"self._ec2": "ec2", "self._scaling": "autoscaling", "scaling": "autoscaling"}
+    services = {"self._ec2": "ec2", "self._scaling": "autoscaling", "scaling": "autoscaling",
+                "ec2": "ec2"}
     called = {f"ec2:{node.args[0].value}" for node in ast.walk(tree) if isinstance(node, ast.Call)
               and ast.unparse(node.func) == "self._pages"
               and isinstance(node.args[0], ast.Constant)}
@@ -301,7 +303,7 @@ class Machine:
                                  "PATH": f"{self.root}/bin:{os.environ['PATH']}"}
         for path in ("bin", "etc/elastic-trainer", "etc/ssh/sshd_config.d", "etc/ssh/ssh_config.d",
                      "etc/security/limits.d", "etc/systemd/system", "var/tmp", "var/lib/cloud/data",
-                     "opt", "home"):
+                     "opt", "home", "mnt", "sys/block", "dev/disk/by-label"):
             (self.root / path).mkdir(parents=True)
         (self.root / "var/lib/cloud/data/instance-id").write_text(instance + "\n")
         (self.root / "etc/elastic-trainer/command").write_text("python\nit's mine.py\n--x=${y}\n")
@@ -310,7 +312,8 @@ class Machine:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f",
                         self.root / "etc/ssh/ssh_host_ed25519_key"], check=True)
         self.program("aws", AWS)
-        for name in ("dnf", "systemctl", "systemd-tmpfiles", "swapoff", "sshd",
+        for name in ("dnf", "systemctl", "systemd-tmpfiles", "swapoff", "sshd", "mount", "mkfs.xfs",
+                     "mdadm",
                      *([] if trainer else ["chown"])):
             self.program(name, RECORD)
         if trainer:
@@ -319,6 +322,8 @@ class Machine:
             self.calls.chmod(0o666)
         else:
             self.program("runuser", RUNUSER)
+        self.program("mountpoint", f'#!/bin/sh\ngrep -qxF "$2" {self.root}/mounted 2>/dev/null\n')
+        self.program("lsblk", f'#!/bin/sh\ncat {self.root}/lsblk-"${{4##*/}}" 2>/dev/null\n')
         self.program("journalctl", f"#!/bin/sh\ncat {self.root}/journal\n")
         self.program("getent", f"#!/bin/sh\necho trainer:x:1:1::{self.root}/home:/bin/sh\n")
         self.program(
@@ -332,7 +337,8 @@ class Machine:
     def here(self, text: str) -> str:
         """Return a script or configuration as it must be for this machine: our folders, and us for
         `trainer`."""
-        text = re.sub(r"(?<![\w.}])/(etc|var|opt)/", rf"{self.root}/\1/", text)
+        text = re.sub(r"(?<![\w.}])/(etc|var|opt|mnt|sys/block|dev/disk)/", rf"{self.root}/\1/",
+                      text)
         whoami, group = (subprocess.run(["id", f, *self.trainer.split()], capture_output=True,
                                         text=True).stdout.strip() for f in ("-un", "-gn"))
         for there, ours in (("-o trainer -g trainer", f"-o {whoami} -g {group}"),
@@ -403,11 +409,11 @@ def push_to(coordinator: Machine, folder: Path, install: str = INSTALL, **job: s
                     "."], check=True)
 
 
-def coordinator_in(folder: Path, trainer: str = "") -> Machine:
+def coordinator_in(folder: Path, trainer: str = "", **settings: str) -> Machine:
     need("ssh-keygen", "openssl", "zstd")
     return Machine(folder, COORDINATOR, trainer, ROLE="coordinator", SOURCE="code.tar.gz",
                    WORKERS_ROLE_ID="AROA2", NP="4", MIN_NP="1", GROUP="mine-workers", SLOTS="2",
-                   TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="")
+                   TORCH_SPEC="torch==2.13.0", PIP_EXTRA_INDEX_URL="", **settings)
 
 
 def booted(tmp_path: Path, trainer: str = "") -> tuple[Machine, Machine]:
@@ -596,6 +602,73 @@ cp {machine.root}/bin/build python
                             check=True).stdout.splitlines()
     (mine,) = (line for line in listed if line.endswith("bin/mine"))
     assert "root" not in mine and not [line for line in listed if "s" in line[:10].lower()]
+
+
+def test_an_image_that_cannot_use_the_types_gpus_gets_no_release_and_so_no_workers(
+        tmp_path: Path) -> None:
+    """The fault is in the bucket's boot log. A fleet without GPUs is not asked."""
+    machine = coordinator_in(tmp_path, GPUS="8")
+    install = INSTALL.replace("echo no such version; exit 1",
+                              'echo "image: no driver for $*"; exit 1')
+    push_to(machine, tmp_path, install)
+    with pytest.raises(subprocess.CalledProcessError):
+        machine.boot()
+    assert "image: no driver for -I -m elastic_trainer.doctor image 8" in boot_log(machine)
+    assert not list(machine.store.rglob("release*")) and "elastic-group" not in machine.called()
+    push = machine.root / "opt/elastic-trainer/deploy/install.sh"
+    push.write_text(INSTALL.replace("exit 1", "exit 0"))
+    machine.boot()
+    assert list(machine.store.rglob("release*")) and "elastic-group" in machine.called()
+
+
+NVME = "Amazon EC2 NVMe Instance Storage"
+
+
+def with_disks(machine: Machine, *models: str) -> list[str]:
+    """Give a machine disks; returns what it does with them at its next boot."""
+    for number, model in enumerate(models):
+        device = machine.root / f"sys/block/nvme{number}n1/device"
+        device.mkdir(parents=True)
+        (device / "model").write_text(f"{model}   \n")
+    machine.calls.write_text("")
+    done = machine.run("local_disk.sh")
+    assert done.returncode == 0, done.stderr
+    return [line.replace(str(machine.root), "") for line in machine.called().splitlines()]
+
+
+@pytest.mark.parametrize(("models", "calls"), [
+    (["Amazon Elastic Block Store"], []),
+    (["Amazon Elastic Block Store", NVME],
+     ["mkfs.xfs -q -f -L elastic-nvme /dev/nvme1n1",
+      "mount -o noatime /dev/nvme1n1 /mnt/nvme"]),
+    (["Amazon Elastic Block Store", NVME, NVME],
+     ["mdadm --create /dev/md/elastic-nvme --run --level=0 --raid-devices=2 /dev/nvme1n1 "
+      "/dev/nvme2n1", "mkfs.xfs -q -f -L elastic-nvme /dev/md/elastic-nvme",
+      "mount -o noatime /dev/md/elastic-nvme /mnt/nvme"])])
+def test_the_local_disks_of_a_worker_are_one_folder_for_caches(
+        fleet: tuple[Machine, Machine], models: list[str], calls: list[str]) -> None:
+    """Of trainer's, closed to others; never the root disk. It is there without such disks, too."""
+    found = with_disks(fleet[1], *models)
+    assert [line for line in found if not line.startswith("chown")] == calls
+    assert (fleet[1].root / "mnt/nvme").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_disk_that_is_in_use_is_not_formatted_and_a_kept_one_is_mounted_again(
+        fleet: tuple[Machine, Machine]) -> None:
+    """A partition or a file system on it, one that the image has mounted, and after a reboot."""
+    worker = fleet[1]
+    (worker.root / "lsblk-nvme0n1").write_text("xfs /data\n")
+    assert not [line for line in with_disks(worker, NVME) if not line.startswith("chown")]
+    mounted = worker.root / "mounted"
+    mounted.write_text(f"{worker.root}/opt/dlami/nvme\n")
+    (bind,) = [line for line in with_disks(worker) if line.startswith("mount")]
+    assert bind == "mount --bind /opt/dlami/nvme/elastic-trainer /mnt/nvme"
+    mounted.write_text("")
+    (worker.root / "dev/disk/by-label/elastic-nvme").touch()
+    again = [line for line in with_disks(worker) if not line.startswith("chown")]
+    assert again == ["mount -o noatime /dev/disk/by-label/elastic-nvme /mnt/nvme"]
+    worker.program("mount", "#!/bin/sh\nexit 32\n")
+    with_disks(worker)  # a worker without its cache is a worker
 
 
 def test_the_workers_of_the_coordinator_before_go_and_others_come_last(

@@ -179,8 +179,8 @@ def test_a_check_that_fails_has_a_sentence_of_fact_and_one_of_remedy(
     (zones(WISH, ZONES, FEW_IN_A)[1], "eu-central-1b offers m6i.large"),
     (zones(replace(WISH, zones=["eu-central-1a"]), ZONES, FEW_IN_A)[0], "none of them has m6i.2x"),
     (kinds(WISH, KINDS), "spot"),
-    (image(WISH, DISK, KINDS), "is on disks of 30 GB"),
-    (image(WISH, replace(DISK, snapshot_gb=65), KINDS), "is on disks of 65 GB"),
+    (image(WISH, DISK, KINDS), "is on disks of 38 GB"),
+    (image(WISH, replace(DISK, snapshot_gb=65), KINDS), "is on disks of 95 GB"),
     (bucket(WISH, "eu-central-1"), "eu-central-1"),
     (code(WISH, (datetime(2026, 11, 23, tzinfo=timezone.utc), 1_200_000)), "2026-11-23 00:00 UTC"),
 ])
@@ -193,7 +193,7 @@ def test_the_quotas_to_ask_for_and_the_image_are_those_of_terraform() -> None:
     """The disks, the image's name, and each quota once."""
     assert [quota.code for quota in quotas_needed(WISH)] == [STANDARD, ON_DEMAND]
     fleet = DEPLOY / "terraform" / "fleet"
-    assert "max(var.worker_disk_gb, local.image_gb)" in (fleet / "workers.tf").read_text()
+    assert "max(var.worker_disk_gb, local.image_gb + 30)" in (fleet / "types.tf").read_text()
     assert f'"{ec2_account.IMAGES}"' in (fleet / "coordinator.tf").read_text()
 
 

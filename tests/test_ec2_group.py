@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from cloud import AWS
 
 from elastic_trainer.discovery.place_protocol import PlaceUnavailable
+from elastic_trainer.discovery.places.ec2 import BUDGET, AutoScalingGroup
 from elastic_trainer.discovery.places.ec2_group import (
     LOST_S,
     USELESS_CALLS,
@@ -36,11 +38,13 @@ class Substitute:
 
     def __init__(self, wish: int = 8):
         self.wish, self.size, self.is_armed = wish, 0, False
+        self.affordable: int | None = None
         self.asked: list[tuple[str, float]] = []
         self.fails: set[str] = set()
 
     def read(self) -> Group:
-        return Group(wish=self.wish, size=self.size, is_armed=self.is_armed)
+        return Group(wish=self.wish, size=self.size, is_armed=self.is_armed,
+                     affordable=self.affordable)
 
     def empty_in(self, seconds: float) -> None:
         self._ask("empty_in", seconds)
@@ -206,3 +210,100 @@ def test_a_group_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
                            "mine", "--hosts-file", tmp_path / "hosts"], env=env,
                           capture_output=True, text=True)
     assert done.returncode == 1 and "Auto Scaling did not answer" in done.stderr
+
+
+# --- max_price_per_hour ---------------------------------------------------------------------------
+
+def sizes(group: Substitute, here: Path) -> list[float]:
+    return [value for what, value in call(group, here) if what == "resize"]
+
+
+def test_the_price_brakes_the_group_and_lets_it_grow_again(here: Path) -> None:
+    """From the first order on; each change is one event, which names the cause."""
+    group = Substitute(wish=8)
+    group.affordable = 5
+    assert sizes(group, here) == [5] and sizes(group, here) == []
+    group.affordable = 3  # the prices rise
+    assert sizes(group, here) == [3] and sizes(group, here) == []
+    group.affordable = 6
+    assert sizes(group, here) == [6]
+    group.affordable = 20
+    assert sizes(group, here) == [8] and sizes(group, here) == []
+    whys = [event["why"] for event in events(here)]
+    assert "max_price_per_hour allows no more" in whys[0] and "max_price_per_hour" in whys[1]
+    assert whys[2:] == ["the spot prices allow more machines again"] * 2
+
+
+def test_a_size_that_a_person_has_set_stays_below_the_brake_and_not_above_it(here: Path) -> None:
+    """A sum of dollars is a limit for both."""
+    group = Substitute(wish=8)
+    group.affordable = 5
+    assert sizes(group, here) == [5]
+    group.size = 2
+    assert sizes(group, here) == []
+    group.size = 7
+    assert sizes(group, here) == [5]
+
+
+def test_a_lost_group_comes_back_within_the_brake(here: Path) -> None:
+    """After the scheduled action, and for a new wish."""
+    group = Substitute(wish=8)
+    group.affordable = 5
+    assert sizes(group, here) == [5]
+    group.go_off()
+    assert sizes(group, here) == [5]
+    group.wish = 4
+    assert sizes(group, here) == [4]
+    group.affordable = 9
+    assert sizes(group, here) == []
+
+
+class Prices:
+    """EC2's spot prices in pages, and Auto Scaling's group."""
+
+    def __init__(self, tags: dict[str, str], prices: dict[tuple[str, str], str]):
+        self.tags, self.prices = tags, prices
+
+    def describe_auto_scaling_groups(self, **_: Any) -> dict[str, Any]:
+        machine = {"InstanceType": "p5.48xlarge", "AvailabilityZone": "a"}
+        return {"AutoScalingGroups": [{
+            "DesiredCapacity": 2, "AvailabilityZones": ["a", "b"],
+            "Tags": [{"Key": key, "Value": value} for key, value in self.tags.items()],
+            "Instances": [{**machine, "LifecycleState": "InService"},
+                          {**machine, "LifecycleState": "Terminating:Wait"}],
+            "MixedInstancesPolicy": {"LaunchTemplate": {"Overrides": [
+                {"InstanceType": "p5.48xlarge"}, {"InstanceType": "p4d.24xlarge"}]}}}]}
+
+    def describe_scheduled_actions(self, **_: Any) -> dict[str, Any]:
+        return {"ScheduledUpdateGroupActions": []}
+
+    def describe_spot_price_history(self, NextToken: str = "", **asked: Any) -> dict[str, Any]:
+        assert asked["InstanceTypes"] == ["p4d.24xlarge", "p5.48xlarge"]
+        pools = sorted(self.prices)
+        here = int(NextToken or 0)
+        entries = [{"InstanceType": kind, "AvailabilityZone": zone,
+                    "SpotPrice": self.prices[kind, zone], "Timestamp": datetime.now(timezone.utc)}
+                   for kind, zone in pools[here:here + 1]]
+        more = {"NextToken": str(here + 1)} if here + 1 < len(pools) else {}
+        return {"SpotPriceHistory": entries, **more}
+
+
+@pytest.mark.parametrize(("tags", "prices", "count"), [
+    ({}, {}, None),  # without the tag nobody asks for prices
+    ({BUDGET: "50"}, {("p5.48xlarge", "a"): "20", ("p4d.24xlarge", "b"): "10"}, 2),
+    ({BUDGET: "70"}, {("p5.48xlarge", "a"): "20", ("p4d.24xlarge", "b"): "25"}, 3),
+    # Another zone's price does not count.
+    ({BUDGET: "70"}, {("p5.48xlarge", "a"): "20", ("p5.48xlarge", "z"): "60"}, 3)])
+def test_the_sum_allows_machines_by_the_prices_of_the_groups_types_and_zones(
+        tags: dict[str, str], prices: dict[tuple[str, str], str], count: int | None) -> None:
+    """A machine that leaves is not counted; further ones may be of the dearest type."""
+    cloud = Prices({"Workers": "8"} | tags, prices)
+    assert AutoScalingGroup("mine-workers", (cloud, cloud)).read().affordable == count
+
+
+def test_without_prices_no_machine_is_asked_for() -> None:
+    """The next call asks again."""
+    cloud = Prices({"Workers": "8", BUDGET: "50"}, {})
+    cloud.prices = {("p5.48xlarge", "z"): "1"}
+    with pytest.raises(PlaceUnavailable, match="no spot price of p5.48xlarge, p4d.24xlarge"):
+        AutoScalingGroup("mine-workers", (cloud, cloud)).read()

@@ -117,12 +117,13 @@ def test_the_coordinator_is_in_a_zone_that_offers_its_type(applied: Cloud) -> No
 
 
 def test_every_disk_has_at_least_its_images_size(applied: Cloud) -> None:
-    """EC2 refuses less, and the coordinator builds torch beside what is on the image."""
+    """EC2 refuses less, and each machine keeps torch and the release beside the image."""
     of_coordinator = {"Name": "attachment.instance-id", "Values": [applied.outputs["coordinator"]]}
     (disk,) = applied.ec2.describe_volumes(Filters=[of_coordinator])["Volumes"]
     assert disk["Size"] == IMAGE_GB + 40
 
-    assert template_of(applied)["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] == IMAGE_GB
+    disk = template_of(applied)["BlockDeviceMappings"][0]["Ebs"]
+    assert (disk["VolumeSize"], disk["Throughput"]) == (IMAGE_GB + 30, 125)
 
 
 def test_the_names_in_iam_carry_the_region(applied: Cloud) -> None:

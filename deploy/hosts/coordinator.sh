@@ -66,6 +66,10 @@ if [[ ! -f $etc/released ]]; then
         aws s3 sync --only-show-errors "$store/wheels/" "$wheels"   # to build Horovod only once
         PYTHON=python3.11 XDG_CACHE_HOME=/var/cache "$root/deploy/install.sh"
         aws s3 sync --only-show-errors --exclude '*lock' "$wheels" "$store/wheels/"
+        # The workers have this machine's image, so a fault of it is found before they are paid for.
+        if ((${GPUS:-0} > 0)); then
+            as_trainer "$root/.venv/bin/python" -I -m elastic_trainer.doctor image "$GPUS"
+        fi
         if [[ -f $root/job/requirements.txt ]]; then chown -hR trainer:trainer "$root/.venv"; fi
         touch "$etc/installed"
     fi

@@ -24,6 +24,7 @@ as_trainer() { runuser -u trainer -- env "HOME=$home" "$@"; }
 "$root/deploy/hosts/machine.sh"
 install -d -o trainer -g trainer "$kept"
 as_trainer mkdir -p "$kept/runs"
+"$root/deploy/hosts/local_disk.sh"
 
 # sshd makes bash read it. Its variables would differ from a standby's.
 as_trainer install -m 644 /dev/null "$home/.bashrc"

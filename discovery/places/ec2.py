@@ -13,7 +13,7 @@ What always holds:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from typing import Any
@@ -24,12 +24,15 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable, Refusal, Supply
+from elastic_trainer.discovery.places.ec2_costs import affordable
 from elastic_trainer.discovery.places.ec2_group import Group
 from elastic_trainer.discovery.places.ec2_refusals import Activity, Shortage, refusal_of
 
 PAGE = 1000
 WISH = "Workers"
 """The group's tag with the wished number of machines (deploy/terraform/fleet/workers.tf)."""
+BUDGET = "MaxPricePerHour"
+"""The group's tag with the dollars an hour that its machines may cost together."""
 EMPTY = "empty-without-coordinator"
 """The scheduled action that empties a group."""
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=2,
@@ -109,9 +112,7 @@ class Ec2:
         """
         if self._scaling is None or not self._group:
             return None
-        # Without the machines that leave it.
-        there = sum(not one["LifecycleState"].startswith(("Terminat", "Detach"))
-                    for one in self._group["Instances"])
+        there = sum(_stays(one) for one in self._group["Instances"])
         wanted = int(self._group["DesiredCapacity"])
         if there >= wanted:
             return Supply(there=there, wanted=wanted)
@@ -159,15 +160,14 @@ class Ec2:
             events=tuple((event["Code"], _seconds_until(event.get("NotBefore")))
                          for event in status.get("Events", [])
                          if not event.get("Description", "").startswith("[Completed]")),
-            slots=(self._gpus[kind] or self.cpu_slots) if name else 0)
+            slots=(self._gpus[kind] or self.cpu_slots) if name else 0, gpus=self._gpus[kind])
 
     def _learn_types(self, new: set[str]) -> None:
         for start in range(0, len(new), 100):
             for page in self._pages("describe_instance_types",
                                     InstanceTypes=sorted(new)[start:start + 100]):
                 for entry in page["InstanceTypes"]:
-                    gpus = entry.get("GpuInfo", {}).get("Gpus", [])
-                    self._gpus[entry["InstanceType"]] = sum(int(gpu["Count"]) for gpu in gpus)
+                    self._gpus[entry["InstanceType"]] = nvidia_gpus(entry)
                     self._vcpus[entry["InstanceType"]] = int(entry["VCpuInfo"]["DefaultVCpus"])
 
     def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
@@ -184,9 +184,10 @@ class Ec2:
 class AutoScalingGroup:
     """One auto scaling group, whose size is the coordinator's (ec2_group.py)."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, api: tuple[Any, Any] | None = None):
+        """`api`: boto3's clients of Auto Scaling and EC2, in place of those of this machine."""
         self.name = name
-        (self._scaling,) = clients("autoscaling")
+        self._scaling, self._ec2 = api or clients("autoscaling", "ec2")
 
     def read(self) -> Group:
         """Return the wish and the present state. Raises PlaceUnavailable."""
@@ -197,7 +198,29 @@ class AutoScalingGroup:
                 ScheduledActionNames=[EMPTY])["ScheduledUpdateGroupActions"]
             return Group(wish=int(_tags(group)[WISH]), size=int(group["DesiredCapacity"]),
                          is_armed=any(_seconds_until(action.get("StartTime")) > 0
-                                      for action in actions))
+                                      for action in actions),
+                         affordable=self._affordable(group))
+
+    def _affordable(self, group: dict[str, Any]) -> int | None:
+        """Return how many machines the group's sum of dollars allows now; None: it has no sum.
+
+        Raises PlaceUnavailable where prices are not known: without them no machine is asked for.
+        """
+        budget = _tags(group).get(BUDGET)
+        if budget is None:
+            return None
+        template = group["MixedInstancesPolicy"]["LaunchTemplate"]
+        types, zones = [one["InstanceType"] for one in template["Overrides"]], set(
+            group["AvailabilityZones"])
+        prices = {pool: price for pool, price in spot_prices(self._ec2, types).items()
+                  if pool[1] in zones}
+        if not prices:
+            raise PlaceUnavailable(f"AWS has no spot price of {', '.join(types)} in the zones of "
+                                   f"{self.name}, which max_price_per_hour needs.")
+        dearest = max(prices.values())
+        running = [prices.get((one["InstanceType"], one["AvailabilityZone"]), dearest)
+                   for one in group["Instances"] if _stays(one)]
+        return affordable(float(budget), running, dearest)
 
     def empty_in(self, seconds: float) -> None:
         """Schedule AWS to empty the group, in place of an earlier schedule. Raises
@@ -212,6 +235,37 @@ class AutoScalingGroup:
         """Set the group's desired number of machines. Raises PlaceUnavailable."""
         with answering(f"Auto Scaling did not accept the size {size} of {self.name}"):
             self._scaling.set_desired_capacity(AutoScalingGroupName=self.name, DesiredCapacity=size)
+
+
+def spot_prices(ec2: Any, types: Iterable[str]) -> dict[tuple[str, str], float]:
+    """Return the present spot price of each type in each zone, in dollars an hour.
+
+    DescribeSpotPriceHistory from a time on begins with the price at that time.
+    """
+    newest: dict[tuple[str, str], tuple[float, float]] = {}
+    token: dict[str, str] = {}
+    while True:
+        page = ec2.describe_spot_price_history(
+            InstanceTypes=sorted(types), ProductDescriptions=["Linux/UNIX"],
+            StartTime=datetime.now(timezone.utc), **token)
+        for entry in page["SpotPriceHistory"]:
+            pool = entry["InstanceType"], entry["AvailabilityZone"]
+            change = entry["Timestamp"].timestamp(), float(entry["SpotPrice"])
+            newest[pool] = max(change, newest.get(pool, change))
+        if not page.get("NextToken"):
+            return {pool: price for pool, (_, price) in newest.items()}
+        token = {"NextToken": page["NextToken"]}
+
+
+def nvidia_gpus(described: Mapping[str, Any]) -> int:
+    """Return the number of NVIDIA's GPUs of an instance type; torch here uses no others."""
+    return sum(int(gpu["Count"]) for gpu in described.get("GpuInfo", {}).get("Gpus", [])
+               if gpu.get("Manufacturer", "").lower() == "nvidia")
+
+
+def _stays(member: Mapping[str, Any]) -> bool:
+    """Return whether a machine of a group does not leave it."""
+    return not member["LifecycleState"].startswith(("Terminat", "Detach"))
 
 
 def _described(scaling: Any, name: str | None) -> dict[str, Any]:

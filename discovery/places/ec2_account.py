@@ -4,7 +4,8 @@
 
 Exit code 0: all checks passed; 1: a check has failed; 2: stdin has no wish.
 
-EC2, S3, Service Quotas, STS → here → ec2_checks (the decision) → a line for each, on stdout
+EC2, S3, Service Quotas, STS → here → ec2_checks, ec2_gpus, ec2_costs (the decisions) → a line for
+each, on stdout
 
 ec2.py has the calls that the coordinator's role may make. These calls are made by a person.
 """
@@ -12,6 +13,7 @@ ec2.py has the calls that the coordinator's role may make. These calls are made 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
@@ -25,6 +27,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from botocore.parsers import ResponseParserError
 
 from elastic_trainer.discovery.places import ec2_checks as checks
+from elastic_trainer.discovery.places.ec2 import nvidia_gpus, spot_prices
 from elastic_trainer.discovery.places.ec2_checks import (
     Finding,
     Image,
@@ -33,6 +36,8 @@ from elastic_trainer.discovery.places.ec2_checks import (
     Unanswered,
     Wish,
 )
+from elastic_trainer.discovery.places.ec2_costs import Gradients, costs
+from elastic_trainer.discovery.places.ec2_gpus import gpus
 from elastic_trainer.wire.plain import plain
 
 CONFIG = Config(retries={"mode": "standard", "total_max_attempts": 3}, connect_timeout=5,
@@ -41,6 +46,7 @@ HOME = {"aws": "us-east-1", "aws-cn": "cn-north-1", "aws-us-gov": "us-gov-west-1
 """By partition: a region that every account may use."""
 IMAGES = "al2023-ami-2023.*-kernel-6.1-x86_64"
 """As in terraform/fleet/coordinator.tf."""
+GRADIENTS = Gradients()
 Answer = TypeVar("Answer")
 
 
@@ -88,7 +94,9 @@ class Account:
             entry["InstanceType"]: Kind(
                 vcpus=int(entry["VCpuInfo"]["DefaultVCpus"]),
                 is_spot="spot" in entry["SupportedUsageClasses"],
-                architectures=tuple(entry["ProcessorInfo"]["SupportedArchitectures"]))
+                architectures=tuple(entry["ProcessorInfo"]["SupportedArchitectures"]),
+                gpus=nvidia_gpus(entry),
+                has_other_gpus="GpuInfo" in entry and not nvidia_gpus(entry))
             for start in range(0, len(wanted), 100)
             for entry in self._all("describe_instance_types", "InstanceTypes",
                                    Filters=filters(instance_type=wanted[start:start + 100]))}
@@ -123,7 +131,12 @@ class Account:
                  for disk in newest.get("BlockDeviceMappings", [])}
         return Image(
             id=newest["ImageId"], architecture=newest["Architecture"], state=newest["State"],
-            snapshot_gb=int(disks.get(newest.get("RootDeviceName"), {}).get("VolumeSize", 0)))
+            snapshot_gb=int(disks.get(newest.get("RootDeviceName"), {}).get("VolumeSize", 0)),
+            name=str(newest.get("Name", "")), description=str(newest.get("Description", "")))
+
+    def prices(self) -> dict[tuple[str, str], float]:
+        """Return the present spot price of each type in each zone, in dollars an hour."""
+        return spot_prices(self._client("ec2"), self.wish.instance_types)
 
     def bucket(self) -> str:
         """Return the region in which the bucket is."""
@@ -155,7 +168,8 @@ def ask(action: str, question: Callable[[], Answer]) -> Answer | Unanswered:
         return Unanswered(action=action, code=type(error).__name__, says=plain(error))
 
 
-def findings(wish: Wish, account: Account | None = None) -> Iterator[Finding]:
+def findings(wish: Wish, account: Account | None = None,
+             gradients: Gradients = GRADIENTS) -> Iterator[Finding]:
     """Yield each check's result; without credentials or a region no more is asked."""
     made = ask("sts:GetCallerIdentity", lambda: account or Account(wish))
     identity = made if isinstance(made, Unanswered) else ask("sts:GetCallerIdentity", made.identity)
@@ -168,18 +182,26 @@ def findings(wish: Wish, account: Account | None = None) -> Iterator[Finding]:
     yield checks.code(wish, ask("s3:GetObject", made.code))
     if isinstance(open_zones, Unanswered):
         return
-    yield from checks.zones(wish, open_zones, ask("ec2:DescribeInstanceTypeOfferings", made.offers))
     running = ask("ec2:DescribeInstances", made.running)
     others = [] if isinstance(running, Unanswered) else [one.type for one in running]
     known = ask("ec2:DescribeInstanceTypes", lambda: made.kinds([*wish.types, *others]))
     types = checks.kinds(wish, known)
     yield types
-    yield checks.image(wish, ask("ec2:DescribeImages", made.image),
-                       {} if isinstance(known, Unanswered) else known)
-    if types.is_well and not isinstance(known, Unanswered):
-        limits = {quota.code: ask("servicequotas:GetServiceQuota", partial(made.limit, quota.code))
-                  for quota in checks.quotas_needed(wish)}
-        yield from checks.quotas(wish, known, limits, running)
+    of_types = {} if isinstance(known, Unanswered) else known
+    offers = ask("ec2:DescribeInstanceTypeOfferings", made.offers)
+    each = checks.gpus_of(wish, of_types)
+    yield from checks.zones(wish, open_zones, offers, each)
+    found = ask("ec2:DescribeImages", made.image)
+    yield checks.image(wish, found, of_types)
+    if not types.is_well:
+        return
+    yield gpus(wish, of_types, None if isinstance(found, Unanswered) else found)
+    limits = {quota.code: ask("servicequotas:GetServiceQuota", partial(made.limit, quota.code))
+              for quota in checks.quotas_needed(wish)}
+    yield from checks.quotas(wish, of_types, limits, running)
+    if not isinstance(offers, Unanswered):
+        yield costs(wish, checks.zones_of(wish, open_zones, offers, each),
+                    ask("ec2:DescribeSpotPriceHistory", made.prices), gradients)
 
 
 def run() -> int:
@@ -187,11 +209,21 @@ def run() -> int:
     try:
         given = json.load(sys.stdin)
         wish = Wish(**{field.name: given[field.name] for field in fields(Wish)})
+        gradients = Gradients(gigabytes=_positive(given["gradient_gb"]),
+                              step_s=_positive(given["step_s"]))
     except (ValueError, LookupError, TypeError) as error:
         print(f"check: stdin has no wish: {error!r}. Run deploy/check.sh NAME.tfvars.",
               file=sys.stderr)
         return 2
-    return show(findings(wish))
+    return show(findings(wish, gradients=gradients))
+
+
+def _positive(text: str) -> float:
+    """Return a number. Raises ValueError."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise ValueError(f"GRADIENT_GB and STEP_S are numbers above 0, not {text}")
+    return number
 
 
 def show(found: Iterable[Finding]) -> int:

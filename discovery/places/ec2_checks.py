@@ -14,16 +14,19 @@ What always holds:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from elastic_trainer.discovery.places.ec2_refusals import Quota, quota_of, request
+from elastic_trainer.discovery.places.ec2_refusals import Quota, quotas_of, request
 
 APPLY = "then run this again"
 IN_FILE = f"in the run's .tfvars file, {APPLY}"
 ZONES = 3
-"""As many as terraform/fleet/network.tf takes where none are named."""
+"""As many as terraform/fleet/network.tf takes for types without GPUs where none are named."""
+NO_SUCH_QUOTA = "NoSuchResourceException"
+DISK_BESIDE_IMAGE_GB = 30
+"""As in terraform/fleet/types.tf."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,9 @@ class Wish:
     coordinator_type: str
     image_id: str | None
     worker_disk_gb: int
+    slots: int | None = None
+    image_has_gpu_driver: bool | None = None
+    max_price_per_hour: float | None = None
 
     @property
     def types(self) -> list[str]:
@@ -68,6 +74,9 @@ class Kind:
     vcpus: int
     is_spot: bool
     architectures: Sequence[str] = ("x86_64",)
+    gpus: int = 0
+    """NVIDIA's."""
+    has_other_gpus: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +87,8 @@ class Image:
     architecture: str
     snapshot_gb: int
     state: str = "available"
+    name: str = ""
+    description: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,55 +175,70 @@ def region(wish: Wish, open_zones: Sequence[str] | Unanswered) -> Finding:
     """Check that the account may use the region."""
     if isinstance(open_zones, Unanswered):
         return unanswered("region", wish, open_zones)
-    return well("region", f"{wish.region} has the zones {_listed(open_zones)}.")
+    return well("region", f"{wish.region} has the zones {listed(open_zones)}.")
 
 
-def zones_of(wish: Wish, open_zones: Iterable[str]) -> list[str]:
-    """Return the zones that terraform takes (network.tf)."""
-    return list(wish.zones) or sorted(open_zones)[:ZONES]
+def gpus_of(wish: Wish, known: Mapping[str, Kind]) -> int:
+    """Return the largest number of GPUs of the workers' types."""
+    return max((known[kind].gpus for kind in wish.instance_types if kind in known), default=0)
 
 
-def zones(wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]] | Unanswered
-          ) -> list[Finding]:
+def zones_of(wish: Wish, open_zones: Iterable[str], offers: Mapping[str, set[str]],
+             gpus: int) -> list[str]:
+    """Return the zones that terraform takes (network.tf, types.tf).
+
+    With GPUs it is one zone, because gradients between zones are billed.
+    """
+    names = sorted(open_zones)
+    if wish.zones or not gpus:
+        return list(wish.zones) or names[:ZONES]
+    offered = {zone: len(offers.get(zone, set()) & set(wish.instance_types))
+               if wish.coordinator_type in offers.get(zone, set()) else -1 for zone in names}
+    return [zone for zone in names if offered[zone] == max(offered.values())][:1]
+
+
+def zones(wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]] | Unanswered,
+          gpus: int = 0) -> list[Finding]:
     """Check that each zone has some of the types, and one of them the coordinator's.
 
-    `offers`: the types of each zone.
+    `offers`: the types of each zone; `gpus`: of each worker machine.
     """
     if strange := [zone for zone in wish.zones if zone not in open_zones]:
-        return [lacks("zones", f"zones names {_listed(strange)}, but {wish.region} has "
-                               f"{_listed(open_zones)}.", f"Correct zones {IN_FILE}.")]
+        return [lacks("zones", f"zones names {listed(strange)}, but {wish.region} has "
+                               f"{listed(open_zones)}.", f"Correct zones {IN_FILE}.")]
     if isinstance(offers, Unanswered):
         return [unanswered("zones", wish, offers)]
-    return [_types_in_zones(wish, open_zones, offers), _coordinators_zone(wish, open_zones, offers)]
+    chosen = zones_of(wish, open_zones, offers, gpus)
+    return [_types_in_zones(wish, open_zones, offers, chosen),
+            _coordinators_zone(wish, open_zones, offers, chosen)]
 
 
-def _types_in_zones(wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]]
-                    ) -> Finding:
+def _types_in_zones(wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]],
+                    chosen: Sequence[str]) -> Finding:
     """Check that each chosen zone has some of the types."""
-    chosen, wanted = zones_of(wish, open_zones), set(wish.instance_types)
+    wanted = set(wish.instance_types)
     having = [zone for zone in open_zones if offers.get(zone, set()) & wanted]
     if without := [zone for zone in chosen if zone not in having]:
         return lacks(
-            "zones", f"{_listed(without)} of {wish.region} {'has' if len(without) == 1 else 'have'}"
-                     f" none of the types {_listed(wish.instance_types)}.",
-            f"Set zones = {_quoted(having)} {IN_FILE}." if having
+            "zones", f"{listed(without)} of {wish.region} {'has' if len(without) == 1 else 'have'}"
+                     f" none of the types {listed(wish.instance_types)}.",
+            f"Set zones = {quoted(having)} {IN_FILE}." if having
             else f"Name other instance_types {IN_FILE}.")
     nowhere = sorted(wanted - set().union(*(offers.get(zone, set()) for zone in chosen)))
-    but = f", but none of them has {_listed(nowhere)}" if nowhere else ""
-    return well("zones", f"{_listed(chosen)} offer the types{but}.")
+    but = f", but none of them has {listed(nowhere)}" if nowhere else ""
+    return well("zones", f"{listed(chosen)} offer the types{but}.")
 
 
-def _coordinators_zone(wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]]
-                       ) -> Finding:
+def _coordinators_zone(wish: Wish, open_zones: Sequence[str], offers: Mapping[str, set[str]],
+                       chosen: Sequence[str]) -> Finding:
     """Check that a chosen zone has the coordinator's type."""
-    chosen = zones_of(wish, open_zones)
     offering = [zone for zone in open_zones if wish.coordinator_type in offers.get(zone, set())]
     if its := [zone for zone in chosen if zone in offering]:
         return well("coordinator", f"{its[0]} offers {wish.coordinator_type}.")
-    other = f"zones = {_quoted(offering)}, or " if offering else ""
+    other = f"zones = {quoted(offering)}, or " if offering else ""
     return lacks(
         "coordinator",
-        f'{_listed(chosen)} do not offer coordinator_type = "{wish.coordinator_type}".',
+        f'{listed(chosen)} do not offer coordinator_type = "{wish.coordinator_type}".',
         f"Set {other}another coordinator_type {IN_FILE}.")
 
 
@@ -221,12 +247,12 @@ def kinds(wish: Wish, known: Mapping[str, Kind] | Unanswered) -> Finding:
     if isinstance(known, Unanswered):
         return unanswered("types", wish, known)
     if strange := [kind for kind in wish.types if kind not in known]:
-        return lacks("types", f"{wish.region} knows no {_listed(strange)}.",
+        return lacks("types", f"{wish.region} knows no {listed(strange)}.",
                      f"Correct instance_types (or coordinator_type) {IN_FILE}.")
     if firm := [kind for kind in wish.instance_types if not known[kind].is_spot]:
-        return lacks("types", f"{_listed(firm)} cannot be had as spot machines.",
+        return lacks("types", f"{listed(firm)} cannot be had as spot machines.",
                      f"Take them out of instance_types {IN_FILE}.")
-    return well("types", f"{_listed(wish.instance_types)} can be had as spot machines.")
+    return well("types", f"{listed(wish.instance_types)} can be had as spot machines.")
 
 
 def quotas(wish: Wish, known: Mapping[str, Kind], limits: Mapping[str, float | Unanswered],
@@ -243,35 +269,40 @@ def quotas(wish: Wish, known: Mapping[str, Kind], limits: Mapping[str, float | U
 
 def quotas_needed(wish: Wish) -> list[Quota]:
     """Return the quotas that must be asked for."""
-    found = [quota_of(kind, spot=True) for kind in wish.instance_types]
-    found.append(quota_of(wish.coordinator_type, spot=False))
-    return list(dict.fromkeys(quota for quota in found if quota))
+    found = [quota for kind in wish.instance_types for quota in quotas_of(kind, spot=True)]
+    found += quotas_of(wish.coordinator_type, spot=False)
+    return list(dict.fromkeys(found))
 
 
 def _allows(what: str, wish: Wish, machines: int, types: Sequence[str], known: Mapping[str, Kind],
             limits: Mapping[str, float | Unanswered], others: Iterable[Running], *, spot: bool
             ) -> Finding:
     """Check that machines fit into their quotas. The group chooses types, so free room adds up."""
-    by_quota: dict[Quota, list[int]] = {}
-    for kind in types:
-        if quota := quota_of(kind, spot=spot):
-            by_quota.setdefault(quota, []).append(known[kind].vcpus)
-    if not by_quota:
+    of_types = {kind: quotas_of(kind, spot=spot) for kind in types}
+    if not any(of_types.values()):
         return lacks(
-            what, f"It is unknown which quota {_listed(types)} count against.",
+            what, f"It is unknown which quota {listed(types)} count against.",
             f"Look at https://console.aws.amazon.com/servicequotas/home/services/ec2/quotas, or "
             f"set other types {IN_FILE}.")
-    room, facts, remedies = 0, [], []
-    for quota, vcpus in by_quota.items():
-        limit = limits[quota.code]
-        if isinstance(limit, Unanswered):
-            return unanswered(what, wish, limit)
-        used = sum(known[one.type].vcpus for one in others if one.is_spot == spot
-                   and one.type in known and quota_of(one.type, spot=spot) == quota)
-        room += max(0, int((limit - used) // min(vcpus)))
-        facts.append(f"{quota.code} ({quota.name}) is {limit:g} vCPUs in {wish.region}, of which "
-                     f"others use {used}")
-        remedies.append(request(quota, used + machines * max(vcpus), wish.region))
+    if strange := next((limit for limit in limits_of(of_types, limits)
+                        if isinstance(limit, Unanswered)), None):
+        return unanswered(what, wish, strange)
+    room, facts, remedies = 0, dict[str, None](), dict[str, None]()
+    for chosen in dict.fromkeys(of_types.values()):
+        vcpus = [known[kind].vcpus for kind in types if of_types[kind] == chosen]
+        rooms = []
+        for quota in chosen:
+            limit = limits[quota.code]
+            if isinstance(limit, Unanswered):
+                continue  # the account has no quota of this code, but has the type's other one
+            used = sum(known[one.type].vcpus for one in others if one.is_spot == spot
+                       and one.type in known and quota in quotas_of(one.type, spot=spot))
+            rooms.append(max(0, int((limit - used) // min(vcpus))))
+            facts[f"{quota.code} ({quota.name}) is {limit:g} vCPUs in {wish.region}, of which "
+                  f"others use {used}"] = None
+            if rooms[-1] < machines:
+                remedies[request(quota, used + machines * max(vcpus), wish.region)] = None
+        room += min(rooms, default=0)
     each = sorted({known[kind].vcpus for kind in types})
     need = (f"{machines} machine{'s' * (machines > 1)} of {'/'.join(map(str, each))} vCPUs "
             f"need{'s' * (machines == 1)}")
@@ -283,6 +314,16 @@ def _allows(what: str, wish: Wish, machines: int, types: Sequence[str], known: M
         fewer = f"set workers = {room}" if room else "name smaller instance_types"
     return lacks(what, fact, f"Run {', or '.join(remedies)} (AWS answers in minutes to days), or "
                              f"{fewer} {IN_FILE}.")
+
+
+def limits_of(of_types: Mapping[str, Sequence[Quota]],
+              limits: Mapping[str, float | Unanswered]) -> Iterator[float | Unanswered]:
+    """Yield the limits that count. Of a type's several quotas one may be missing in an account."""
+    for chosen in of_types.values():
+        answers = [limits[quota.code] for quota in chosen]
+        there = [answer for answer in answers
+                 if not (isinstance(answer, Unanswered) and answer.code == NO_SUCH_QUOTA)]
+        yield from there or answers
 
 
 def image(wish: Wish, found: Image | None | Unanswered, known: Mapping[str, Kind]) -> Finding:
@@ -300,10 +341,10 @@ def image(wish: Wish, found: Image | None | Unanswered, known: Mapping[str, Kind
                  if kind in known and found.architecture not in known[kind].architectures]:
         return lacks(
             "image",
-            f"The image {found.id} is for {found.architecture}, and {_listed(unfit)} "
+            f"The image {found.id} is for {found.architecture}, and {listed(unfit)} "
             f"{'is' if len(unfit) == 1 else 'are'} for {'/'.join(known[unfit[0]].architectures)}.",
             f"Set image_id, or instance_types and coordinator_type, of one architecture {IN_FILE}.")
-    disk_gb = max(wish.worker_disk_gb, found.snapshot_gb)  # as terraform/fleet/workers.tf has it
+    disk_gb = max(wish.worker_disk_gb, found.snapshot_gb + DISK_BESIDE_IMAGE_GB)
     return well("image", f"{found.id} ({found.architecture}, {found.snapshot_gb} GB) is on disks "
                          f"of {disk_gb} GB.")
 
@@ -327,9 +368,9 @@ def code(wish: Wish, pushed: tuple[datetime, int] | Unanswered) -> Finding:
     return well("code", f"{wish.code} is of {at:%Y-%m-%d %H:%M} UTC ({size_bytes / 1e6:.1f} MB).")
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-def _quoted(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"

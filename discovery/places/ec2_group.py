@@ -1,6 +1,6 @@
 """The size of the auto scaling group: the wished number of machines, while a coordinator uses them.
 
-the group's tag Workers (terraform), the poller's table, earlier orders → here → the group's size
+the group's tags (terraform), prices, the poller's table, earlier orders → here → the group's size
 
 What always holds:
 1. A group has no machines until this module asks for them. systemd starts it when the release for
@@ -13,6 +13,9 @@ What always holds:
    not "none works": a missing or old table changes nothing. Nor does a table without machines:
    workers that fail to boot are terminated and replaced together, with a gap between them.
 5. No machine is asked for without that scheduled action.
+6. No more machines are asked for than max_price_per_hour allows at the present spot prices. When
+   they have risen, the group shrinks; when they have fallen, it grows to the wish again. Where the
+   prices are unknown nothing is ordered. A machine that a person adds counts as any other.
 
 It is called once a minute (elastic-group.timer).
 """
@@ -37,6 +40,7 @@ USELESS_CALLS = 60
 USELESS_REMEDY = (
     "Their boot logs are in the bucket under logs/, their states in `elastic-trainer hosts`. "
     "Correct the cause, then apply another number of workers, or set the group's desired capacity")
+PRICE = "max_price_per_hour allows no more at the present spot prices"
 FRESH_S = 60.0
 """The poller writes its table every second."""
 
@@ -51,6 +55,8 @@ class Group:
     """Its desired capacity."""
     is_armed: bool
     """The order to empty it exists, and its time has not come."""
+    affordable: int | None = None
+    """How many machines max_price_per_hour allows at the present prices; None: no such limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,8 @@ class Past:
     """The last wish that was ordered; None: this coordinator has not asked for machines yet."""
     useless: int = 0
     """Calls in which machines ran and none worked, since the last one in which one worked."""
+    braked_to: int | None = None
+    """The last ordered size, if it was less than the wish because of the price."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +97,27 @@ def decide(group: Group, past: Past, work: tuple[int, int] | None) -> Order:
     if work is not None:
         running, working = work
         useless = 0 if working else past.useless + bool(running)
+    allowed = group.wish if group.affordable is None else min(group.wish, group.affordable)
     if group.wish != past.wish or not group.is_armed:
-        return Order(size=group.wish, why=_why(group, past), past=Past(wish=group.wish))
+        why = _why(group, past) + (f"; {PRICE}" if allowed < group.wish else "")
+        return Order(size=allowed, why=why,
+                     past=Past(wish=group.wish, braked_to=_brake(allowed, group)))
+    if group.affordable is not None and group.size > group.affordable:
+        return Order(size=group.affordable, why=PRICE,
+                     past=replace(past, useless=useless, braked_to=group.affordable))
+    if past.braked_to == group.size < allowed:
+        return Order(size=allowed, why="the spot prices allow more machines again",
+                     past=replace(past, useless=useless, braked_to=_brake(allowed, group)))
     if useless >= USELESS_CALLS:
         return Order(
             size=0,
             why=f"machines have run for {useless} minutes and none of them works. {USELESS_REMEDY}",
             past=replace(past, useless=0))
     return Order(size=None, why="", past=replace(past, useless=useless))
+
+
+def _brake(allowed: int, group: Group) -> int | None:
+    return allowed if allowed < group.wish else None
 
 
 def _why(group: Group, past: Past) -> str:
@@ -141,7 +162,8 @@ def _recall(memory: Path) -> Past:
     try:
         saved = json.loads(memory.read_text())
         return Past(wish=None if saved["wish"] is None else int(saved["wish"]),
-                    useless=int(saved["useless"]))
+                    useless=int(saved["useless"]),
+                    braked_to=None if saved.get("braked_to") is None else int(saved["braked_to"]))
     except FileNotFoundError:
         return Past()
     except (OSError, ValueError, LookupError, TypeError) as error:

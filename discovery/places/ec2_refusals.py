@@ -1,6 +1,6 @@
 """Why AWS starts no machines for an auto scaling group, and the remedy; EC2's vCPU quotas.
 
-scaling activities (ec2) → here → Refusal; instance type → here → its quota → ec2_checks
+scaling activities (ec2) → here → Refusal; instance type → here → its quotas → ec2_checks
 
 `apply` succeeds when the group exists. Only the group's activities show that its launches fail.
 
@@ -59,7 +59,8 @@ SPOT = _quotas_of("L-34B43A08", {
     "G and VT": "L-3819A6DF", "P": "L-7212CCBC", "F": "L-88CF9481", "X": "L-E3A00192",
     "DL": "L-85EED4F7", "Inf": "L-B5D1601B", "Trn": "L-6B0D517C"},
     "All {} Spot Instance Requests")
-"""In vCPUs. "All P" was "All P4, P3 and P2" beside "All P5"; AWS's guide now lists one."""
+"""In vCPUs. "All P" was "All P4, P3 and P2" beside "All P5" (P5_SPOT); AWS's guide now lists
+one, so both are asked."""
 ON_DEMAND = _quotas_of("L-1216C47A", {
     "G and VT": "L-DB2E81BA", "P": "L-417A185B", "F": "L-74FC7D96", "X": "L-7295265B",
     "DL": "L-6E869C2A", "Inf": "L-1945791B", "Trn": "L-2C3B7624"},
@@ -70,11 +71,18 @@ LONG = ("dl", "inf", "trn", "vt", "hpc", "mac", "u")
 letter is the family: im4gn is I."""
 
 
-def quota_of(instance_type: str, *, spot: bool) -> Quota | None:
-    """Return the quota that machines of a type count against; None where none is known."""
+P5_SPOT = Quota("L-C4BD4855", "All P5 Spot Instance Requests")
+"""The second quota of P5 spot machines. Not every account has it."""
+
+
+def quotas_of(instance_type: str, *, spot: bool) -> tuple[Quota, ...]:
+    """Return the quotas that machines of a type count against; none where none is known."""
     letters = re.match("[a-z]*", instance_type)
     family = letters[0] if letters else ""
-    return (SPOT if spot else ON_DEMAND).get(family if family in LONG else family[:1])
+    found = (SPOT if spot else ON_DEMAND).get(family if family in LONG else family[:1])
+    if found is None:
+        return ()
+    return (found, P5_SPOT) if spot and instance_type.startswith("p5") else (found,)
 
 
 def request(quota: Quota, value: float, region: str) -> str:
@@ -228,8 +236,8 @@ def _quotas(remedy: str, shortage: Shortage) -> list[Quota]:
     """Return the quotas that a remedy is about, in the order of the group's types."""
     if remedy not in ("{spot}", "{on_demand}"):
         return [GP3] if remedy == "{gp3}" else []
-    found = (quota_of(kind, spot=remedy == "{spot}") for kind in shortage.vcpus)
-    return list(dict.fromkeys(quota for quota in found if quota))
+    return list(dict.fromkeys(quota for kind in shortage.vcpus
+                              for quota in quotas_of(kind, spot=remedy == "{spot}")))
 
 
 def _raise(quotas: list[Quota], shortage: Shortage) -> str:
@@ -239,7 +247,7 @@ def _raise(quotas: list[Quota], shortage: Shortage) -> str:
     for quota in quotas:
         needed = shortage.wanted * max((
             count for kind, count in shortage.vcpus.items()
-            if quota in (quota_of(kind, spot=True), quota_of(kind, spot=False))), default=0)
+            if quota in (*quotas_of(kind, spot=True), *quotas_of(kind, spot=False))), default=0)
         each.append(f"the quota {quota.code} ({quota.name}) to {needed} vCPUs, or more where "
                     f"others of the account need it too: "
                     f"{request(quota, needed, shortage.region)}")

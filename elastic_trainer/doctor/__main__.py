@@ -2,8 +2,9 @@
 
     python -m elastic_trainer.doctor facts '{"folder": "runs", …}'     then it listens
     python -m elastic_trainer.doctor reach '{"a": ["10.0.0.1", 4711, "word"], …}'
+    python -m elastic_trainer.doctor image 8
 
-commands/doctor.py → ssh → here
+commands/doctor.py → ssh → here; deploy/hosts/coordinator.sh → here → image.py
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import time
 from dataclasses import asdict
 
 from elastic_trainer.doctor.facts import Wanted, probe
+from elastic_trainer.doctor.image import check
 from elastic_trainer.doctor.ports import LISTEN_S, Listener, reach
 
 
 def main(argv: list[str]) -> None:
     question, text = argv
+    if question == "image":
+        sys.exit(check(int(text)))
     asked = json.loads(text)
     if question == "facts":
         listener = Listener()

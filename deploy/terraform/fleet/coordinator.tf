@@ -55,16 +55,14 @@ locals {
   }
 }
 
-resource "aws_instance" "coordinator" {
-  ami                         = data.aws_ami.chosen.id
-  instance_type               = var.coordinator_type
-  subnet_id                   = aws_subnet.zone[try(local.coordinator_zones[0], local.zones[0])].id
-  vpc_security_group_ids      = [aws_security_group.coordinator.id]
-  iam_instance_profile        = aws_iam_instance_profile.machine["coordinator"].name
-  associate_public_ip_address = true
-  user_data_replace_on_change = false
+# What both roles' user data is made from. Identifiers that exist only after an apply are added
+# where it is used; here stand-ins of their length tell its size to the plan.
+locals {
+  user_data      = "${path.module}/../../hosts/cloud-init.yaml.tftpl"
+  most_user_data = 16384
+  an_identifier  = "AIDA-an-identifier-of-aws"
 
-  user_data = templatefile("${path.module}/../../hosts/cloud-init.yaml.tftpl", {
+  user_data_of_coordinator = {
     boot      = file("${path.module}/../../hosts/boot.sh")
     admin_key = var.admin_public_key
     files = {
@@ -74,18 +72,57 @@ resource "aws_instance" "coordinator" {
     }
     settings = merge(local.settings_of_all, {
       ROLE                = "coordinator"
-      ROLE_ID             = aws_iam_role.machine["coordinator"].unique_id
-      WORKERS_ROLE_ID     = aws_iam_role.machine["workers"].unique_id
+      ROLE_ID             = local.an_identifier
+      WORKERS_ROLE_ID     = local.an_identifier
       SOURCE              = "code.tar.gz"
       PACKAGES            = "python3.11 python3.11-devel gcc-c++ make zstd"
       GROUP               = local.group
-      NP                  = var.workers * var.slots
-      MIN_NP              = var.min_workers * var.slots
-      SLOTS               = var.slots
+      NP                  = var.workers * local.slots
+      MIN_NP              = var.min_workers * local.slots
+      SLOTS               = local.slots
+      GPUS                = local.gpus
       TORCH_SPEC          = var.torch_spec
       PIP_EXTRA_INDEX_URL = var.pip_extra_index_url
     })
-  })
+  }
+
+  user_data_of_workers = {
+    boot      = file("${path.module}/../../hosts/boot.sh")
+    admin_key = null
+    files     = {}
+    settings = merge(local.settings_of_all, {
+      ROLE     = "worker"
+      ROLE_ID  = local.an_identifier
+      SOURCE   = "boot/${local.an_identifier}:${local.an_identifier}/release.tar.zst"
+      PACKAGES = local.local_disks > 1 ? "python3.11 zstd mdadm" : "python3.11 zstd"
+    })
+  }
+
+  # length() counts characters; four characters of base64 are three bytes.
+  user_data_bytes = {
+    for role, values in {
+      coordinator = local.user_data_of_coordinator, worker = local.user_data_of_workers
+      } : role => floor(
+      length(base64encode(templatefile(local.user_data, values))) * 3 / 4
+    )
+  }
+}
+
+resource "aws_instance" "coordinator" {
+  ami                         = data.aws_ami.chosen.id
+  instance_type               = var.coordinator_type
+  subnet_id                   = aws_subnet.zone[try(local.coordinator_zones[0], local.zones[0])].id
+  vpc_security_group_ids      = [aws_security_group.coordinator.id]
+  iam_instance_profile        = aws_iam_instance_profile.machine["coordinator"].name
+  associate_public_ip_address = true
+  user_data_replace_on_change = false
+
+  user_data = templatefile(local.user_data, merge(local.user_data_of_coordinator, {
+    settings = merge(local.user_data_of_coordinator.settings, {
+      ROLE_ID         = aws_iam_role.machine["coordinator"].unique_id
+      WORKERS_ROLE_ID = aws_iam_role.machine["workers"].unique_id
+    })
+  }))
 
   metadata_options {
     http_tokens                 = "required"
@@ -110,6 +147,49 @@ resource "aws_instance" "coordinator" {
   }
 
   lifecycle {
+    precondition {
+      condition = length(distinct(values(local.gpus_of))) == 1
+      error_message = join(" ", [
+        "instance_types must have the same number of GPUs: ${local.described_gpus}. Each GPU has a",
+        "worker, and the slowest one sets the pace. Take the others out of instance_types.",
+      ])
+    }
+
+    precondition {
+      condition = length(local.other_gpus) == 0
+      error_message = join(" ", [
+        "${join(", ", local.other_gpus)} has GPUs, but not NVIDIA's, so the training would be on",
+        "its CPUs. Take it out of instance_types.",
+      ])
+    }
+
+    precondition {
+      condition = local.gpus == 0 || local.slots == local.gpus
+      error_message = join(" ", [
+        "slots is ${local.slots}, and each machine has ${local.gpus} GPUs: each GPU has one",
+        "worker. Remove slots.",
+      ])
+    }
+
+    precondition {
+      condition = local.gpus == 0 || local.has_driver
+      error_message = join(" ", [
+        "The types have ${local.gpus} GPUs, and the image ${data.aws_ami.chosen.id}",
+        "(${data.aws_ami.chosen.name}) names no NVIDIA driver, so the training would be on CPUs.",
+        "Set image_id to a Deep Learning Base image of Amazon Linux 2023 (deploy/README.md has the",
+        "command that finds it), or image_has_gpu_driver = true for an image of your own.",
+      ])
+    }
+
+    precondition {
+      condition = max(values(local.user_data_bytes)...) <= local.most_user_data
+      error_message = join(" ", [
+        "User data would have ${max(values(local.user_data_bytes)...)} bytes, and EC2 takes",
+        "${local.most_user_data}. Shorten command, environment or secrets, e.g. by a script in the",
+        "folder that deploy/push.sh sends.",
+      ])
+    }
+
     precondition {
       condition = contains(data.aws_s3_objects.code.keys, local.code)
       error_message = join(" ", [

@@ -130,6 +130,16 @@ data "aws_iam_policy_document" "coordinator" {
     resources = ["*"]
   }
 
+  # The prices of max_price_per_hour (discovery/places/ec2.py). AWS cannot limit it, either.
+  dynamic "statement" {
+    for_each = var.max_price_per_hour[*]
+
+    content {
+      actions   = ["ec2:DescribeSpotPriceHistory"]
+      resources = ["*"]
+    }
+  }
+
   # discovery/places/ec2_group.py, and deploy/hosts/ended.sh: the workers go when the run has ended.
   statement {
     actions = ["autoscaling:SetDesiredCapacity", "autoscaling:PutScheduledUpdateGroupAction"]

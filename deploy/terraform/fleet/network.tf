@@ -15,7 +15,7 @@ data "aws_availability_zones" "open" {
 locals {
   open_zones  = sort(data.aws_availability_zones.open.names)
   first_three = slice(local.open_zones, 0, min(3, length(local.open_zones)))
-  zones       = length(var.zones) > 0 ? var.zones : local.first_three
+  zones       = length(var.zones) > 0 ? var.zones : local.default_zones
 }
 
 resource "aws_vpc" "fleet" {
@@ -191,7 +191,14 @@ locals {
     }
   }
 
-  in = merge(local.in_for_secrets, {
+  # EFA's protocol has no ports, and is allowed only by a rule for all protocols.
+  for_efa = local.efa == 0 ? {} : {
+    "workers: EFA" = {
+      at = local.workers, ports = [null, null], group = local.workers, protocol = "-1"
+    }
+  }
+
+  in = merge(local.in_for_secrets, local.for_efa, {
     "workers: ssh from the coordinator" = {
       at = local.workers, ports = local.ssh, group = local.coordinator
     }
@@ -209,7 +216,7 @@ locals {
   })
 
   # No rule is needed for AWS's own DNS, clock and metadata service.
-  out = merge(local.out_for_secrets, {
+  out = merge(local.out_for_secrets, local.for_efa, {
     "coordinator: ssh to workers" = {
       at = local.coordinator, ports = local.ssh, group = local.workers
     }
@@ -237,7 +244,7 @@ resource "aws_vpc_security_group_ingress_rule" "in" {
   for_each                     = local.in
   description                  = each.key
   security_group_id            = each.value.at
-  ip_protocol                  = "tcp"
+  ip_protocol                  = lookup(each.value, "protocol", "tcp")
   from_port                    = each.value.ports[0]
   to_port                      = each.value.ports[1]
   referenced_security_group_id = lookup(each.value, "group", null)
@@ -248,7 +255,7 @@ resource "aws_vpc_security_group_egress_rule" "out" {
   for_each                     = local.out
   description                  = each.key
   security_group_id            = each.value.at
-  ip_protocol                  = "tcp"
+  ip_protocol                  = lookup(each.value, "protocol", "tcp")
   from_port                    = each.value.ports[0]
   to_port                      = each.value.ports[1]
   referenced_security_group_id = lookup(each.value, "group", null)

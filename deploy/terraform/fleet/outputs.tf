@@ -52,3 +52,11 @@ output "coordinator" {
   description = "The identifier of the coordinator's instance."
   value       = aws_instance.coordinator.id
 }
+
+output "size" {
+  description = "The machines and workers that the fleet asks for, and where."
+  value = join(" ", [
+    "${var.workers} machines of ${local.slots} workers (${local.gpus} GPUs) in",
+    "${join(", ", local.zones)}, with ${local.efa} EFA interfaces",
+  ])
+}

@@ -178,13 +178,33 @@ variable "max_workers" {
   }
 }
 
-variable "slots" {
+variable "max_price_per_hour" {
   type        = number
-  default     = 1
-  description = "The number of workers on a machine. With GPUs: the number of its GPUs."
+  default     = null
+  description = <<-EOT
+    The dollars an hour that all workers together may cost, at AWS's present spot prices. While the
+    prices allow fewer than workers, the coordinator asks for fewer. It limits the costs, beside
+    max_workers. null: no such limit.
+  EOT
 
   validation {
-    condition     = var.slots >= 1 && var.slots <= 64 && floor(var.slots) == var.slots
+    condition     = var.max_price_per_hour == null ? true : var.max_price_per_hour > 0
+    error_message = "max_price_per_hour must be a number of dollars above 0, e.g. 25."
+  }
+}
+
+variable "slots" {
+  type        = number
+  default     = null
+  description = <<-EOT
+    The number of workers on a machine. null means one for each of its GPUs, and one on a machine
+    without GPUs.
+  EOT
+
+  validation {
+    condition = var.slots == null ? true : (
+      var.slots >= 1 && var.slots <= 64 && floor(var.slots) == var.slots
+    )
     error_message = "slots must be a whole number from 1 to 64."
   }
 }
@@ -192,8 +212,9 @@ variable "slots" {
 variable "instance_types" {
   type        = list(string)
   description = <<-EOT
-    Instance types of about the same speed: the slowest machine determines the speed of all. For
-    the same bits in each run, all types must have one kind of processor, as the default has.
+    Instance types of about the same speed: the slowest machine determines the speed of all. All
+    have the same number of GPUs, or none. For the same bits in each run, all types must have one
+    kind of processor (and of GPU), as the default has.
   EOT
   default = [
     "c6i.2xlarge", "c6id.2xlarge", "c6in.2xlarge", "m6i.2xlarge", "m6id.2xlarge", "r6i.2xlarge",
@@ -211,8 +232,9 @@ variable "zones" {
   type        = list(string)
   default     = []
   description = <<-EOT
-    Availability zones; [] means the first three of the region. One zone has less capacity, but
-    traffic between zones costs nothing then.
+    Availability zones. [] means the first three of the region, and for types with GPUs the one
+    that offers the most of them: gradients between zones are billed (deploy/check.sh estimates
+    the price). One zone has less capacity.
   EOT
 
   validation {
@@ -254,8 +276,9 @@ variable "image_id" {
   type        = string
   default     = null
   description = <<-EOT
-    The image of all machines, which must be Amazon Linux 2023: for GPUs, the Deep Learning Base
-    image. null means the newest image without GPU drivers.
+    The image of all machines, which must be Amazon Linux 2023. Types with GPUs need one with
+    NVIDIA's driver, e.g. the Deep Learning Base image (deploy/README.md has the command that
+    finds it). null means the newest image without GPU drivers.
   EOT
 
   validation {
@@ -264,17 +287,48 @@ variable "image_id" {
   }
 }
 
+variable "image_has_gpu_driver" {
+  type        = bool
+  default     = null
+  description = <<-EOT
+    Whether the image has NVIDIA's driver, for an image of your own. null means that its name or
+    description tells it (NVIDIA, GPU, CUDA, Deep Learning).
+  EOT
+}
+
+variable "placement_group" {
+  type        = bool
+  default     = false
+  description = "Start the workers near each other, in a cluster placement group of one zone."
+}
+
 variable "worker_disk_gb" {
   type        = number
   default     = 30
   description = <<-EOT
-    The size of a worker's root disk in GB. The system and torch need about 10 GB, with CUDA about
-    25 GB. The rest is for your data.
+    The size of a worker's root disk in GB; it is never less than the image and 30 GB more. torch
+    with CUDA and the release need about 25 GB beside the image.
   EOT
 
   validation {
     condition     = var.worker_disk_gb >= 16
     error_message = "worker_disk_gb must be at least 16."
+  }
+}
+
+variable "worker_disk_mbps" {
+  type        = number
+  default     = null
+  description = <<-EOT
+    The throughput of a worker's root disk (gp3) in MB/s. null means 125, which costs nothing
+    extra, and 500 for types with GPUs, whose release is several GB.
+  EOT
+
+  validation {
+    condition = var.worker_disk_mbps == null ? true : (
+      var.worker_disk_mbps >= 125 && var.worker_disk_mbps <= 1000
+    )
+    error_message = "worker_disk_mbps must be a number from 125 to 1000."
   }
 }
 

@@ -11,25 +11,29 @@ resource "aws_launch_template" "worker" {
   # A worker whose boot fails turns itself off (deploy/hosts/boot.sh), and then costs nothing.
   instance_initiated_shutdown_behavior = "terminate"
 
-  user_data = base64encode(templatefile("${path.module}/../../hosts/cloud-init.yaml.tftpl", {
-    boot      = file("${path.module}/../../hosts/boot.sh")
-    admin_key = null
-    files     = {}
-    settings = merge(local.settings_of_all, {
-      ROLE     = "worker"
-      ROLE_ID  = aws_iam_role.machine["workers"].unique_id
-      SOURCE   = "boot/${local.coordinator_identity}/release.tar.zst"
-      PACKAGES = "python3.11 zstd"
+  user_data = base64encode(templatefile(local.user_data, merge(local.user_data_of_workers, {
+    settings = merge(local.user_data_of_workers.settings, {
+      ROLE_ID = aws_iam_role.machine["workers"].unique_id
+      SOURCE  = "boot/${local.coordinator_identity}/release.tar.zst"
     })
-  }))
+  })))
 
   iam_instance_profile {
     name = aws_iam_instance_profile.machine["workers"].name
   }
 
-  network_interfaces {
-    associate_public_ip_address = var.worker_internet
-    security_groups             = [aws_security_group.workers.id]
+  dynamic "network_interfaces" {
+    for_each = range(max(1, local.efa))
+
+    content {
+      associate_public_ip_address = network_interfaces.value == 0 ? var.worker_internet : null
+      security_groups             = [aws_security_group.workers.id]
+      device_index                = min(1, network_interfaces.value)
+      network_card_index          = local.efa == 0 ? null : network_interfaces.value
+      interface_type = local.efa == 0 ? null : (
+        network_interfaces.value == 0 ? "efa" : "efa-only"
+      )
+    }
   }
 
   metadata_options {
@@ -50,7 +54,9 @@ resource "aws_launch_template" "worker" {
 
     ebs {
       volume_type           = "gp3"
-      volume_size           = max(var.worker_disk_gb, local.image_gb)
+      volume_size           = local.worker_disk_gb
+      throughput            = local.worker_disk_mbps
+      iops                  = max(3000, 4 * local.worker_disk_mbps)
       encrypted             = true
       delete_on_termination = true
     }
@@ -80,6 +86,7 @@ resource "aws_autoscaling_group" "workers" {
   min_size                  = 0 # the coordinator raises it to the tag Workers: ec2_group.py
   max_size                  = var.max_workers
   capacity_rebalance        = var.capacity_rebalance
+  placement_group           = one(aws_placement_group.workers[*].name)
   health_check_type         = "EC2"
   wait_for_capacity_timeout = "0" # do not wait: training starts with the machines that there are
   suspended_processes       = ["AZRebalance"]
@@ -131,6 +138,17 @@ resource "aws_autoscaling_group" "workers" {
     key                 = "Workers"
     value               = var.workers
     propagate_at_launch = false
+  }
+
+  # The coordinator asks for no more machines than this sum allows at the present spot prices.
+  dynamic "tag" {
+    for_each = var.max_price_per_hour[*]
+
+    content {
+      key                 = "MaxPricePerHour"
+      value               = tag.value
+      propagate_at_launch = false
+    }
   }
 
   depends_on = [
