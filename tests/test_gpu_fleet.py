@@ -300,7 +300,7 @@ def test_an_image_that_cannot_train_on_gpus_is_found_before_machines_are_asked_f
     assert all("apply -replace=aws_instance.coordinator" in fault for fault in found)
 
 
-def test_the_driver_is_found_by_its_library_where_no_module_tells_it(tmp_path: Path) -> None:
+def test_the_driver_is_found_by_its_library_where_no_module_names_it(tmp_path: Path) -> None:
     """Not by the link of an interface version."""
     (tmp_path / "libcuda.so.1").touch()
     assert driver_version([str(tmp_path)]) == ""

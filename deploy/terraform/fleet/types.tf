@@ -45,8 +45,10 @@ locals {
       if location == zone
     ]) : -1
   }
-  best_zone     = [for zone in local.open_zones : zone if local.types_in[zone] == max(values(local.types_in)...)]
-  default_zones = local.gpus > 0 ? slice(local.best_zone, 0, 1) : local.first_three
+  most_types = max(values(local.types_in)...)
+  best_zones = [for zone in local.open_zones : zone if local.types_in[zone] == local.most_types]
+
+  default_zones = local.gpus > 0 ? slice(local.best_zones, 0, 1) : local.first_three
 
   # A name is all that EC2's API tells about the contents of an image.
   image_text = "${data.aws_ami.chosen.name} ${coalesce(data.aws_ami.chosen.description, "-")}"
@@ -67,7 +69,8 @@ locals {
 
   # 30: torch with CUDA, the release and its archive.
   worker_disk_gb   = max(var.worker_disk_gb, local.image_gb + 30)
-  worker_disk_mbps = var.worker_disk_mbps != null ? var.worker_disk_mbps : local.gpus > 0 ? 500 : 125
+  default_mbps     = local.gpus > 0 ? 500 : 125
+  worker_disk_mbps = var.worker_disk_mbps == null ? local.default_mbps : var.worker_disk_mbps
 }
 
 # Only if asked for: a group of near machines finds less capacity.
