@@ -160,7 +160,7 @@ class FaultyProxy:
                                 answer.encode())
         if kind == "unconditional":
             headers = {k: v for k, v in headers.items() if k.lower() != "if-none-match"}
-        upstream = http.client.HTTPConnection(self.upstream, timeout=60)
+        upstream = http.client.HTTPConnection(self.upstream, timeout=300)
         try:
             upstream.request(method, path, body=body if length else None, headers=headers)
             answered = upstream.getresponse()

@@ -264,7 +264,7 @@ class Lab:
     def inside(self, name: str, *command: str) -> str:
         """Run a command on a host to its end; returns what it printed."""
         done = subprocess.run([*self.hosts[name].enter(), *command], capture_output=True,
-                              text=True, timeout=60)
+                              text=True, timeout=300)
         assert done.returncode == 0, f"{name}: {command}: {done.stdout}{done.stderr}"
         return done.stdout
 

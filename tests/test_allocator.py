@@ -52,5 +52,5 @@ def test_the_memory_of_a_step_serves_the_next(environment: dict[str, str], least
                          capture_output=True,
                          text=True,
                          check=True,
-                         timeout=60)
+                         timeout=300)
     assert least <= int(new.stdout) <= most

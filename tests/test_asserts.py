@@ -168,7 +168,7 @@ def run_alone(folder: Path, *arguments: str) -> str:
                    if not name.startswith(("ELASTIC_", "HOROVOD_"))}
     return subprocess.run(
         [sys.executable, "-O", *arguments], cwd=folder, check=True, capture_output=True, text=True,
-        timeout=120, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)}).stdout
+        timeout=300, env=environment | {"PYTHONPATH": os.pathsep.join(sys.path)}).stdout
 
 
 def test_a_run_is_the_same_without_asserts_when_it_is_resumed(tmp_path: Path) -> None:

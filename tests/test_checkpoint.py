@@ -84,7 +84,7 @@ class Faulty(FolderStore):
     def meet(self, operation: str) -> None:
         if turn := self.turns.get(operation):
             self.is_waiting.set()
-            assert turn.acquire(timeout=60)
+            assert turn.acquire(timeout=300)
         if (left := self.failing.get(operation)) is not None:
             self.failing[operation] = left - 1
             if left <= 0:

@@ -734,7 +734,7 @@ def test_ssh_enters_a_worker_only_when_its_host_key_is_the_one_in_the_bucket(
         return subprocess.run(["ssh", "-F", coordinator.root / "etc/ssh/ssh_config.d/10-fleet.conf",
                                "-i", key, "-o", "BatchMode=yes", "-o",
                                f"ProxyCommand={sshd} -i -f {served}", name, "echo entered"],
-                              env=coordinator.env, capture_output=True, text=True, timeout=60)
+                              env=coordinator.env, capture_output=True, text=True, timeout=300)
 
     # What `terraform output login` says of the coordinator's own key.
     output = coordinator.store / "b/mine/boot" / f"AROA1:{COORDINATOR}" / "known_host"

@@ -79,7 +79,7 @@ assert current().has_tf32_products
         for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"
     }
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120,
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300,
         env=environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])})
     assert ended.returncode == 0, ended.stderr
 
@@ -103,5 +103,5 @@ def test_the_first_step_of_a_process_has_the_bits_of_any_other() -> None:
     # A forked process never differs, and a busy machine hides nothing: so these, one by one.
     for _ in range(10):
         ended = subprocess.run([sys.executable, "-c", FIRST_CALL], capture_output=True, text=True,
-                               timeout=120, env=environ | {"OMP_NUM_THREADS": "2"})
+                               timeout=300, env=environ | {"OMP_NUM_THREADS": "2"})
         assert ended.stdout.strip() == "True", ended.stderr

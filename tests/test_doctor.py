@@ -208,7 +208,7 @@ def test_a_fleet_is_examined_over_ssh_and_each_fault_is_named(lab: Lab, tmp_path
     done = subprocess.run(
         [*lab.hosts[COORDINATOR].enter(), "env", f"PYTHONPATH={lab.python_path()}", sys.executable,
          "-m", "elastic_trainer", "doctor", "--json", "--hosts", "h1:1,h2:1", "--runs-dir",
-         str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=150)
+         str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.stdout, done.stderr
     shown = json.loads(done.stdout)
     failed = {(check["host"], check["what"]) for check in shown["checks"]

@@ -131,7 +131,7 @@ def test_a_machine_whose_own_name_does_not_resolve_has_a_world(interface: str, s
         env=os.environ | ({"HOROVOD_GLOO_IFACE": interface} if interface else {}),
         capture_output=True,
         text=True,
-        timeout=120)
+        timeout=300)
     if done.returncode == 1 and "unshare" in done.stderr:
         pytest.skip(f"this machine gives no host name of one's own: {done.stderr}")
     assert done.returncode == 0 and shown in done.stdout, done.stderr
@@ -180,7 +180,7 @@ def store() -> Iterator[Rendezvous]:
 def test_each_member_puts_one_value_however_many_they_are(store: Rendezvous) -> None:
     """A rendezvous is two requests of each member. (It was some 5 for each pair of members.)"""
     members = [meeting(store, rank, 4) for rank in range(4)]
-    assert [member.communicate(timeout=120)[0].strip() for member in members] == ["met"] * 4
+    assert [member.communicate(timeout=300)[0].strip() for member in members] == ["met"] * 4
     assert sorted(store.values) == [f"/global/at-once-4-{rank}" for rank in range(4)]
 
 
@@ -189,7 +189,7 @@ def test_the_others_live_when_one_never_comes(store: Rendezvous) -> None:
     members = [meeting(store, rank, 4) for rank in range(3)]
     wait_for("members", lambda: len(store.waiting) == 3, 60.0)
     store.abandon()
-    outputs = [member.communicate(timeout=120)[0] for member in members]
+    outputs = [member.communicate(timeout=300)[0] for member in members]
     assert all("not met:" in text and "A member of the world is gone" in text
                for text in outputs), outputs
     assert [member.returncode for member in members] == [0, 0, 0]
@@ -215,7 +215,7 @@ def test_who_connects_while_a_world_forms_takes_no_members_place(store: Rendezvo
     intruders[0].sendall(bytes(48))
     intruders[1].close()
     members.append(meeting(store, 3, 4))
-    assert [member.communicate(timeout=120)[0].strip() for member in members] == ["met"] * 4
+    assert [member.communicate(timeout=300)[0].strip() for member in members] == ["met"] * 4
     assert len(intruders) == 3 * 3
     for intruder in intruders:
         intruder.close()

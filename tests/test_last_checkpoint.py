@@ -230,7 +230,7 @@ def test_a_script_alone_ends_with_an_error_when_its_last_checkpoint_fails(tmp_pa
     (tmp_path / "script.py").write_text(SCRIPT)
     ended = subprocess.run(
         [sys.executable, "script.py", str(tmp_path / "store")], cwd=tmp_path, text=True,
-        capture_output=True, timeout=120, env=os.environ | {
+        capture_output=True, timeout=300, env=os.environ | {
             "ELASTIC_TRAINER_LIMITS": "save_s=1", "PYTHONPATH": os.pathsep.join(sys.path)})
     assert ended.returncode == 1, ended.stderr
     assert "its last checkpoint could not be written" in ended.stderr

@@ -94,7 +94,7 @@ def told_by(body: str, end: str, tmp_path: Path) -> tuple[int, str, list[dict[st
     script.write_text(SCRIPT.replace("BODY", body).replace("END", end))
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(JOBS), *sys.path])}
     done = subprocess.run([sys.executable, script, tmp_path / "run"], capture_output=True,
-                          text=True, timeout=120, cwd=tmp_path, env=env)
+                          text=True, timeout=300, cwd=tmp_path, env=env)
     events = [e for e in read_events(tmp_path / "run")
               if e["event"] in ("worker.failed", "worker.loop_left")]
     return done.returncode, done.stderr, events

@@ -69,7 +69,7 @@ def asked(method: str,
           body: bytes = b"") -> http.client.HTTPResponse:
     """Send a request as it stands here; returns the answer, read."""
     connection = http.client.HTTPConnection(urlsplit(os.environ["AWS_ENDPOINT_URL_S3"]).netloc,
-                                            timeout=60)
+                                            timeout=300)
     connection.request(method, path, body, headers or {})
     answer = connection.getresponse()
     answer.read()

@@ -235,7 +235,7 @@ def test_a_file_system_that_hangs_holds_neither_the_lock_nor_the_end(
             return super().alive()
 
     with kept(tmp_path, Noted(), lock):
-        assert has_begun.wait(60) and lock.acquire(timeout=60)
+        assert has_begun.wait(300) and lock.acquire(timeout=300)
         lock.release()
         writer = next(it for it in threading.enumerate() if it.name == "now")
     assert writer.is_alive()

@@ -64,7 +64,7 @@ def folder_of(place: Path, names: list[str], text: str) -> Path:
 
 def ran(*command: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(list(map(str, command)), cwd=cwd, env=os.environ | env, text=True,
-                          capture_output=True, timeout=150)
+                          capture_output=True, timeout=300)
 
 
 @pytest.mark.parametrize("path", ["", ".", "src", f"src{os.pathsep}"])

@@ -72,7 +72,7 @@ class Run:
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> int:
         """Return the status of an answer; 0: the connection was closed without one."""
-        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        client = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         with suppress(http.client.HTTPException, ConnectionError):
             client.request(method, path, body, headers)
             return client.getresponse().status

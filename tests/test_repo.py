@@ -139,7 +139,7 @@ def test_nothing_starts_when_all_modules_are_imported(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(CODE),
                                                        *sys.path]), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", IMPORT_ALL, *NAMES], env=env,
-                          cwd=tmp_path, capture_output=True, text=True, timeout=120)
+                          cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (0, "[] [] [] True True\n"), done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -196,8 +196,8 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     script = tmp_path_factory.mktemp("process") / "process.py"
     script.write_text(PROCESS)
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *sys.path])
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60,
-                          env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True,
+                          timeout=300, env=os.environ | {"PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -94,7 +94,7 @@ def test_a_mistake_of_the_script_is_shown_with_the_scripts_lines_alone(
     """No frame of ours, and no error from which ours was made."""
     (tmp_path / "train.py").write_text(SCRIPT + mistake + "\n")
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True,
-                          text=True, timeout=100)
+                          text=True, timeout=300)
     assert done.returncode == 1 and MISTAKES[mistake] in done.stderr.splitlines()[-1]
     assert done.stderr.count("Traceback") == 1 and own.ROOT not in done.stderr, done.stderr
     assert mistake[:20] in done.stderr and "train.py\", line" in done.stderr

@@ -53,7 +53,7 @@ def served(*run_dirs: Path, bind: str = "127.0.0.1:0", prices: Prices | None = N
 
 def ask(server: Server, path: str, method: str = "GET", **headers: str
         ) -> tuple[int, http.client.HTTPMessage, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=300)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
     text = answer.read().decode()

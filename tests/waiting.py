@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-START_S = 60.0
+START_S = 180.0
 
 
 def wait_for(what: str, seen: Callable[[], Any], deadline_s: float = START_S,
