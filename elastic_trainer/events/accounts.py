@@ -30,6 +30,8 @@ from elastic_trainer.events.steps import Steps
 Event = Mapping[str, Any]
 Attempt = tuple[int, int]
 """Invocation and attempt: each invocation may count its attempts from 1."""
+TRAINING = Phase.TRAINING
+"""Each step needs it, and a member of an enum that is looked up costs 0.1 µs."""
 Period = tuple[Phase, float, float]
 """Phase, start, end."""
 ACCOUNTS = {Phase.BOOTING: Account.BOOTING, Phase.TRAINING: Account.IDLE,
@@ -209,6 +211,12 @@ class Accounts:
         if reader := _READERS.get(event["event"]):
             reader(self, event)
 
+    def read_step(self, event: Event, before: float, now: float) -> None:
+        """Take a worker.step_committed that is the newest event, and not the first one. `read`
+        takes it, too; the log of a long run has hardly anything else."""
+        self.before, self.now = before, now
+        self._step_committed(event)
+
     def close(self) -> None:
         """Book the time up to the last event."""
         if math.isinf(self.now):
@@ -317,17 +325,17 @@ class Accounts:
         self._book(Phase.TRAINING, self.now)
 
     def _step_committed(self, event: Event) -> None:
-        is_repeated = bool(event.get("repeated"))
+        get = event.get
+        step_s, samples, is_repeated = get("step_s") or 0.0, event["samples"], get("repeated")
         if self.open_pauses and not is_repeated:
             self._close_pauses()
-        step_s, samples = float(event.get("step_s") or 0.0), event["samples"]
-        if self.steps.add(event["step"], self.now, step_s, samples, float(event["loss"]),
+        if self.steps.add(event["step"], self.now, step_s, samples, event["loss"],
                           is_repeated=is_repeated):
             self.kept_steps += 1
             self.samples += samples
             self.useful_s += step_s
         if not self.open_pauses:
-            self._book_step(step_s, float(event.get("checkpoint_s") or 0.0))
+            self._book_step(step_s, get("checkpoint_s") or 0.0)
 
     def _commit_kept(self, event: Event) -> None:
         """Take a commit of a script in Horovod's own style: it says nothing of samples or loss."""
@@ -343,7 +351,7 @@ class Accounts:
     def _book_step(self, step_s: float, checkpoint_s: float) -> None:
         self.is_redoing = False
         self.hosts.book_step(step_s, checkpoint_s, self.now)
-        self.periods.book(Phase.TRAINING, self.now)
+        self.periods.book(TRAINING, self.now)
 
     def _pause_ended(self, event: Event) -> None:
         self.open_pauses.clear()

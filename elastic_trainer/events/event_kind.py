@@ -86,7 +86,7 @@ def _in_whole_numbers(low: int, high: int) -> Numbers:
 
 
 _FROM_0 = _in_whole_numbers(0, 2**63)
-_SECONDS = Numbers((float, int), 0, 2**33)
+_SECONDS = Numbers((float, int), 0.0, 2.0**33)
 """A duration; or seconds since 1970, until the year 2242."""
 
 WHOLE = Kind("a whole number from 0", _FROM_0)
@@ -186,17 +186,15 @@ def flaw_in(fields: Checked, values: Mapping[str, Any]) -> str:
     get = values.get
     for name, types, low, high, may_be_none, wrong in fields.numbers:
         value = get(name)
-        if value is None:
-            if not may_be_none:
-                return wrong
-        elif type(value) not in types or not low <= value < high:
+        if type(value) in types and low <= value < high:
+            continue
+        if value is not None or not may_be_none:
             return wrong
     for name, longest, may_be_none, wrong in fields.texts:
         value = get(name)
-        if value is None:
-            if not may_be_none:
-                return wrong
-        elif type(value) is not str or len(value) > longest:
+        if type(value) is str and len(value) <= longest:
+            continue
+        if value is not None or not may_be_none:
             return wrong
     for name, is_right, may_be_none, wrong in fields.others:
         value = get(name)

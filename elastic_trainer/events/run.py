@@ -175,7 +175,7 @@ class Run:
             if time > before:
                 self.end = time
             self._step_committed(event, before)
-            self.accounts.read(event, before)
+            self.accounts.read_step(event, before, time)
             return
         self.first = min(self.first, time)
         if time > self.now:

@@ -107,7 +107,7 @@ def parse(line: bytes | str) -> dict[str, Any] | None:
 def parse_named(line: bytes | str) -> dict[str, Any] | None:
     """Return a line's JSON object with the present names of fields; None if there is none."""
     event = parse_object(line)
-    if event is not None and not FIELDS.keys().isdisjoint(event):
+    if event is not None and not event.keys().isdisjoint(FIELDS):  # a look-up for each old name
         event = present(event)  # of version 0.1
     return event
 

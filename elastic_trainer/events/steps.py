@@ -40,6 +40,8 @@ class Steps:
         self.numbers, self.samples = array("q"), array("q")
         self.ends, self.seconds, self.losses = array("d"), array("d"), array("d")
         self.kept = array("q")
+        self._last = -1
+        """The number of the last step of the kept history."""
         self.counts_samples = True
         """False for a script in Horovod's own style: it logs commits, and no samples."""
 
@@ -55,9 +57,9 @@ class Steps:
             is_repeated: bool = False) -> bool:
         """Add a line; return whether it is the first of its step in the kept history."""
         kept, line = self.kept, len(self.numbers)
-        if not kept or self.numbers[kept[-1]] < number:  # nearly all lines
+        if number > self._last:  # nearly all lines
             kept.append(line)
-            is_first = True
+            self._last, is_first = number, True
         else:
             place = bisect_left(kept, number, key=self.numbers.__getitem__)
             is_first = self.numbers[kept[place]] != number
@@ -77,6 +79,7 @@ class Steps:
         place = bisect_left(self.kept, first, key=self.numbers.__getitem__)
         dropped = [self.at(line) for line in self.kept[place:]]
         del self.kept[place:]
+        self._last = self.numbers[self.kept[-1]] if self.kept else -1
         return dropped
 
     def at(self, line: int) -> Step:

@@ -16,10 +16,12 @@ What it does not do: judge. It summarizes events that contradict each other, too
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -172,11 +174,25 @@ def read_run(run_dir: str | Path, told: Told | None = None) -> tuple[Run, dict[s
     the reason; only if there is one.
     """
     log = Reader(Path(run_dir))
-    run = Run(told=Told() if told is None else told).read_all(log.events(to_the_end=True))
+    with _no_search_for_cycles():
+        run = Run(told=Told() if told is None else told).read_all(log.events(to_the_end=True))
     run.name = run.name or Path(run_dir).resolve().name
     counts = {"skipped_lines": log.malformed, "unknown_events": log.unknown}
     holes = {"segments_left_out": log.left_out} if log.left_out else {}
     return run, result_of(run) | counts | holes
+
+
+@contextmanager
+def _no_search_for_cycles() -> Iterator[None]:
+    """Turn Python's garbage collector off. An event is in no cycle, and the searches took a tenth
+    of the time for 10^6 steps."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def summarize_log(run_dir: str | Path) -> dict[str, Any]:
