@@ -75,7 +75,7 @@ def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin,
 def test_rolls_forward_when_only_the_others_saw_the_vote_pass_and_leaves_when_terminated(
         tmp_path: Path, twin_of: Twin) -> None:
     """A worker whose vote broke off, while others have applied the step, applies the gradient in
-    its own hands. SIGTERM is a wish to leave at a step boundary, with the exit code 75, and no
+    its own hands. SIGTERM is a request to leave at a step boundary, with the exit code 75, and no
     step is done again for it. Of rank 0 and of another."""
     plan = Plan().add("lose_vote", host=host(0), at="step.voted", step=8)
     plan.add("lose_vote", host=host(2), at="step.voted", step=16)
