@@ -326,7 +326,8 @@ class Accounts:
 
     def _step_committed(self, event: Event) -> None:
         get = event.get
-        step_s, samples, is_repeated = get("step_s") or 0.0, event["samples"], get("repeated")
+        step_s, samples = get("step_s") or 0.0, event["samples"]
+        is_repeated: bool = get("repeated") or False
         if self.open_pauses and not is_repeated:
             self._close_pauses()
         if self.steps.add(event["step"], self.now, step_s, samples, event["loss"],

@@ -183,6 +183,7 @@ def checked(fields: Iterable[Field]) -> Checked:
 
 def flaw_in(fields: Checked, values: Mapping[str, Any]) -> str:
     """Describe a wrong value; "" if all are right."""
+    value: Any
     get = values.get
     for name, types, low, high, may_be_none, wrong in fields.numbers:
         value = get(name)
