@@ -140,6 +140,7 @@ def test_two_tensors_of_one_plain_name_are_an_error_with_the_remedy() -> None:
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
+import quick_boot
 import torch
 from elastic_trainer import Trainer
 

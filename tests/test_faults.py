@@ -26,7 +26,7 @@ Twin = Callable[..., str]
 FEW = ("--steps", "40")
 SLOW = ("--steps", "80", "--step-s", "0.2")
 """Slow enough that hosts can come and go while it runs."""
-LONG = ("--steps", "160", "--step-s", "0.2")
+LONG = ("--steps", "90", "--step-s", "0.35")
 IN_INIT = f"{PATIENT},gloo_s=10"
 """Who is in `hvd.init()` waits that long for a dead peer: a little longer than a healthy worker may
 be silent."""
