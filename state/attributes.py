@@ -169,7 +169,9 @@ class Attributes:
         """True at the first call, and if an owner, or an optimizer in one, has other attributes, or
         attributes of other types, than at the last call."""
         looks: list[Any] = []
-        waiting, seen = list(self._owners.values()), set[int]()
+        seen = set[int]()
+        waiting = [one for one in self._owners.values()
+                   if not isinstance(one, torch.Tensor) or vars(one)]  # few parameters have any
         while waiting:
             owner = waiting.pop()
             if id(owner) not in seen:

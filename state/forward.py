@@ -36,7 +36,9 @@ import torch
 
 from elastic_trainer.state.forms import as_built, mapped
 from elastic_trainer.state.layout import pack
-from elastic_trainer.state.names import named_buffers, named_parameters, plain
+from elastic_trainer.state.names import Table, named_buffers, named_parameters, plain
+from elastic_trainer.state.supported import moved_buffers
+from elastic_trainer.state.together import groups_of
 
 SUFFIX = "_extra_state"
 
@@ -65,6 +67,13 @@ class ModelBuffers:
 
     def __init__(self, model: torch.nn.Module):
         self._model = model
+        self.named: dict[str, torch.Tensor] = {}
+        self._all: list[torch.Tensor] = []
+        self._outlined: list[Any] = []
+        self._kept: dict[str, torch.Tensor] = {}
+        """Memory for the values of a step's begin."""
+        self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        """The buffers and that memory, those of one type together."""
         self.before: dict[str, torch.Tensor] = {}
         """The values of the step's begin; empty if no step is in flight."""
         self.left: list[dict[str, torch.Tensor]] = []
@@ -82,7 +91,9 @@ class ModelBuffers:
                 copied = own_memory.setdefault(
                     id(buffer), buffer.detach().resolve_conj().resolve_neg().contiguous())
                 self._set(name, copied)
-        self.named = named_buffers(model)
+        modules = list(model.modules())
+        self._table, self._children = Table(modules, "_buffers"), Table(modules, "_modules")
+        self._hold(named_buffers(model))
         own = {id(tensor): name
                for name, tensor in [*named_parameters(model).items(), *self.named.items()]}
         exported = {plain(name): tensor for name, tensor
@@ -93,9 +104,44 @@ class ModelBuffers:
         self.left_out = [name for name in own.values() if name not in exported]
         """What is not in it: buffers that are not persistent."""
 
+    def _hold(self, named: dict[str, torch.Tensor]) -> None:
+        if {name: id(one) for name, one in named.items()} == {
+                name: id(one) for name, one in self.named.items()}:
+            return
+        self.named, self._all = named, list(named.values())
+        self._kept = {name: torch.empty_like(b, requires_grad=False) for name, b in named.items()}
+        self._outlined = self._outline()
+        self._pairs = [([named[name] for name in group.names],
+                        [self._kept[name] for name in group.names])
+                       for group in groups_of(named, named)]
+        if self.before:
+            self.begin()
+
+    def _outline(self) -> list[Any]:
+        return [*[one.shape for one in self._all], *[one.dtype for one in self._all]]
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that the model has now, by name."""
+        is_as_built = self._children.is_same() and self._table.is_same()
+        return self.named if is_as_built else named_buffers(self._model)
+
+    def moved(self, now: dict[str, torch.Tensor]) -> dict[str, str]:
+        """Return the buffers that are not what they were at the step's begin, by name: new, gone,
+        or of another shape or type."""
+        if now is self.named and self._outline() == self._outlined:
+            return {}
+        return moved_buffers(self.before, now)
+
+    def marks(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the tensors that are the model's buffers now, and their versions."""
+        now = self._all if self._table.has_same() else list(named_buffers(self._model).values())
+        return [(one, one._version) for one in now]
+
     def begin(self) -> None:
-        if self.named:
-            self.before = {name: b.detach().clone() for name, b in self.named.items()}
+        self.before = dict(self._kept)
+        with torch.no_grad():
+            for buffers, kept in self._pairs:
+                torch._foreach_copy_(kept, buffers)
 
     def forget(self) -> None:
         self.before, self.left = {}, []
@@ -104,7 +150,10 @@ class ModelBuffers:
         return [self.before, self.left]
 
     def take_up(self, in_flight: list[Any]) -> None:
-        self.before, self.left = in_flight
+        before, self.left = in_flight
+        self.before = dict(self._kept) if before else {}
+        for name, value in before.items():
+            self.before[name].copy_(value)
         self.reset()
 
     def adopt(self) -> list[tuple[str, torch.Tensor]]:
@@ -117,17 +166,19 @@ class ModelBuffers:
 
     def reset(self) -> None:
         self._put_back_replaced()
-        for name, before in self.before.items():
-            if self.named[name].shape != before.shape:
-                # A forward pass has resized it. That is an error, which is raised after this.
-                self.named[name].resize_(before.shape)
-            self.named[name].copy_(before)
+        for buffers, kept in self._pairs if self.before else ():
+            if [one.shape for one in buffers] != [one.shape for one in kept]:
+                # A forward pass has resized one. That is an error, which is raised after this.
+                for buffer, was in zip(buffers, kept, strict=True):
+                    buffer.resize_(was.shape)
+            torch._foreach_copy_(buffers, kept)
 
     def _put_back_replaced(self) -> list[tuple[str, torch.Tensor]]:
         """Let the model have the kept buffers again; returns what a forward pass has put in their
         place, by name."""
-        replaced = [(name, now)
-                    for name, now in (self._model.named_buffers() if self.named else ())
+        if not self.named or self._table.has_same():
+            return []
+        replaced = [(name, now) for name, now in self._model.named_buffers()
                     if now is not self.named.get(plain(name), now)]
         for name, _ in replaced:
             self._set(name, self.named[plain(name)])

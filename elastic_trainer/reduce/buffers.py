@@ -30,7 +30,7 @@ spectral_norm.py and parametrizations.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,6 +47,7 @@ from elastic_trainer.state.forward import ModelBuffers
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.names import plain
 from elastic_trainer.state.supported import some
+from elastic_trainer.state.together import Group, groups_of
 from elastic_trainer.world.collectives import World
 
 RULES = ("mean", "sum", "last")
@@ -78,6 +79,8 @@ class BufferRules:
     def __init__(self, model: torch.nn.Module, given: Mapping[str, Rule] | None = None,
                  microbatches: int = 1):
         self._model, self._given, self.microbatches = model, dict(given or {}), microbatches
+        self._known: dict[str, Rule | None] = {}
+        """The rules of the buffers that were asked for last."""
         for name, rule in self._given.items():
             if rule not in RULES and not isinstance(rule, Gather):
                 raise ConfigError(f"the rule of the buffers {name!r} is {rule!r}. Use one of "
@@ -90,8 +93,10 @@ class BufferRules:
 
     def of(self, names: Iterable[str]) -> dict[str, Rule | None]:
         """Return the rules of these buffers; None for one that has none."""
-        of_torch = _of_torch(self._model)
-        return {name: self._found(name) or of_torch.get(name) for name in names}
+        if self._known.keys() != set(names := list(names)):
+            of_torch = _of_torch(self._model)  # a walk through the modules
+            self._known = {name: self._found(name) or of_torch.get(name) for name in names}
+        return {name: self._known[name] for name in names}
 
     def _found(self, name: str) -> Rule | None:
         return self._given.get(name) or next(
@@ -143,93 +148,155 @@ exact when it is rounded."""
 
 
 class Statistics:
-    """The model's buffers, and how a step changes them. `sums` holds the loss, then the changes,
-    then a count for each buffer without a rule. `rules`: by name; None: all have the rule "mean".
+    """The model's buffers, and how a step changes them. `sums` holds the loss, a count for each
+    buffer without a rule, then the changes of the others, those of one type together. `rules`: by
+    name; None: all have the rule "mean".
     """
 
-    def __init__(self, buffers: dict[str, torch.Tensor], device: torch.device,
+    def __init__(self, buffers: dict[str, torch.Tensor],
                  rules: Mapping[str, Any] | None = None):
-        if rules is not None:
-            buffers = {name: one for name, one in buffers.items() if rules[name] == "mean"}
-        self._names = list(buffers)
-        self._watched = [name for name, rule in (rules or {}).items() if rule is None]
-        self._before: dict[str, torch.Tensor] | None = None
-        self._marks: set[str] = set()
-        self._counts_start = 1 + sum(_real(buffer).numel() for buffer in buffers.values())
-        self.size = self._counts_start + len(self._watched)
+        self._watched = Watched({name: buffers[name] for name, rule in (rules or {}).items()
+                                 if rule is None})
+        means = [name for name in buffers if rules is None or rules[name] == "mean"]
+        reals = {name: _real(buffers[name]) for name in means}
+        is_complex = {one: buffers[one].is_complex() for one in means}
+        groups = [Means(group, are_complex) for are_complex in (False, True)
+                  for group in groups_of(reals, [one for one in means
+                                                 if is_complex[one] == are_complex])]
+        self._groups = sorted(groups, key=lambda group: group.is_whole)  # those last
+        self._start = 1 + len(self._watched.names)
+        wholes = sum(group.size for group in self._groups if group.is_whole)
+        self.size = self._start + sum(group.size for group in self._groups)
         """The number of elements of the flat buffer that the statistics need."""
-        is_whole = [torch.full((_real(buffer).numel(),), _holds_whole_numbers(buffer))
-                    for buffer in buffers.values()]
-        self._whole = (1 + torch.cat(is_whole).nonzero().flatten().to(device) if is_whole
-                       else torch.empty(0))
+        self._whole = slice(self.size - wholes, self.size)
         """Where the statistics hold changes of whole numbers."""
+        self._before: dict[str, torch.Tensor] | None = None
 
+    @torch.no_grad()
     def add(self, sums: torch.Tensor, weight: float, loss: torch.Tensor,
             before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], is_sum: bool) -> None:
         """Add a micro-batch's loss and changes of the buffers, weighted. A loss that `is_sum` gets
         no weight."""
-        marked = self.find_marks(before)
-        sums[0] += loss.detach().reshape(()).to(sums.device, torch.float32) * (
-            1.0 if is_sum else weight)
-        at = 1
-        for name in self._names:
-            was, now = _real(before[name]), _real(after[name])
-            # where nothing changed the change is 0, also for inf - inf
-            change = torch.where(now == was, 0, now - was) if now.dtype != torch.bool else now
-            if name in marked:
-                change = torch.where(_is_mark(was), now, change)
-            # multiplied first: add_(alpha=) may round once instead of twice, and then a sum in one
-            # buffer has other bits than the sum of two
-            sums[at : at + now.numel()].add_(change.reshape(-1).to(torch.float32) * weight)
-            at += now.numel()
-        for name in self._watched:
-            if before[name] is not after[name]:
-                sums[at] += _has_changed(before[name], after[name])
-            at += 1
+        loss = loss.detach().reshape(()).to(sums.device, torch.float32)
+        sums[0] += loss if is_sum else loss * weight
+        self._begin(before)
+        at = self._start
+        for group in self._groups:
+            sums[at : at + group.size].add_(group.change(after, weight).to(sums.device))
+            at += group.size
+        if self._watched.names:
+            sums[1 : self._start].add_(self._watched.changed(after).to(sums.device))
 
-    def changed(self, sums: torch.Tensor) -> list[str]:
-        """Return the buffers without a rule that micro-batches have changed. On a GPU this
-        waits."""
-        counts = sums[self._counts_start :].tolist() if self._watched else []
-        return [name for name, count in zip(self._watched, counts, strict=True) if count]
-
-    def find_marks(self, before: dict[str, torch.Tensor]) -> set[str]:
-        """Return the buffers that hold a mark at the step's begin. This waits for a GPU, so it is
-        called while the GPU is idle."""
+    def _begin(self, before: dict[str, torch.Tensor]) -> None:
+        """Have the values of a step's begin, those of one type together."""
         if before is not self._before:
-            found = {name: values for name in self._names
-                     if (values := _real(before[name])).is_floating_point() and values.numel()}
-            largest = torch._foreach_norm(list(found.values()), float("inf")) if found else ()
-            are_quantities = [one.float() < _mark(one.dtype) for one in largest]  # NaN is none
-            answers = torch.stack(are_quantities).tolist() if are_quantities else []
-            self._marks = {name for name, is_quantity in zip(found, answers, strict=True)
-                           if not is_quantity}
             self._before = before
-        return self._marks
+            self._watched.begin(before)
+            for group in self._groups:
+                group.begin(before)
 
-    def has_lost_digits(self, sums: torch.Tensor) -> bool:
-        return bool(self._whole.numel()) and float(sums[self._whole].abs().max()) > MOST_CHANGE
+    def facts(self, sums: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the host has to know of the statistics before a step is applied: the loss,
+        the counts, and the largest change of a whole number."""
+        whole = sums[self._whole]
+        return [sums[: self._start], whole.abs().amax(0, keepdim=True) if whole.numel() else whole]
+
+    def changed(self, facts: Sequence[float]) -> list[str]:
+        """Return the buffers without a rule that micro-batches have changed, by `facts` as read."""
+        counts = facts[1 : self._start]
+        return [name for name, count in zip(self._watched.names, counts, strict=True) if count]
+
+    def has_lost_digits(self, facts: Sequence[float]) -> bool:
+        return any(change > MOST_CHANGE for change in facts[self._start :])
 
     def apply(self, sums: torch.Tensor, before: dict[str, torch.Tensor],
               buffers: dict[str, torch.Tensor]) -> None:
-        marked, at = self.find_marks(before), 1
-        for name in self._names:
-            buffer, was = _real(buffers[name]), _real(before[name])
-            change = sums[at : at + buffer.numel()].view(buffer.shape)
-            if buffer.is_floating_point():
-                now = torch.where(change == 0, was, was + change.to(buffer.dtype))
-                buffer.copy_(_with_marks(was, change, now) if name in marked else now)
-            elif buffer.dtype == torch.bool:
-                buffer.copy_(change > 0.5)
-            else:
-                buffer.copy_(was + change.round().to(buffer.dtype))
-            at += buffer.numel()
+        self._begin(before)
+        at = self._start
+        for group in self._groups:
+            group.apply(sums[at : at + group.size], buffers)
+            at += group.size
 
 
-def _has_changed(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | bool:
-    """Return whether two tensors have different bytes. A GPU is not waited for."""
-    was, now = _bits(before), _bits(after)
-    return bool((was != now).any()) if was.is_cpu else (was != now).any()
+SMALL_BYTES = 1 << 18
+"""Watched buffers of up to this size are compared together, in a copy. A larger one is compared
+where it lies: then the launch of a kernel counts less than a copy."""
+
+
+class Watched:
+    """Buffers without a rule: whether a micro-batch has changed them. A GPU is not waited for."""
+
+    def __init__(self, buffers: dict[str, torch.Tensor]):
+        bits = {name: _bits(one) for name, one in buffers.items() if one.numel()}
+        small = [name for name, one in bits.items() if one.nbytes <= SMALL_BYTES]
+        self._groups, self._was = groups_of(bits, small), list[torch.Tensor]()
+        self._large = [name for name in bits if name not in small]
+        self.names = [*(name for group in self._groups for name in group.names), *self._large]
+        self._before: dict[str, torch.Tensor] = {}
+
+    def begin(self, before: dict[str, torch.Tensor]) -> None:
+        self._before = before
+        self._was = [self._flat(group, before) for group in self._groups]
+
+    @staticmethod
+    def _flat(group: Group, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return group.flat({name: _bits(tensors[name]) for name in group.names})
+
+    def changed(self, after: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return 1.0 for each buffer that has other bytes than at the step's begin, else 0.0."""
+        found = list[torch.Tensor]()
+        for group, was in zip(self._groups, self._was, strict=True):
+            differ = (self._flat(group, after) != was).to(torch.float32)
+            found += torch._foreach_norm(group.parts(differ), float("inf"))
+        for name in self._large:
+            was = self._before[name]
+            found.append((_bits(was) != _bits(after[name])).any().to(torch.float32))
+        return torch.stack([one.to(found[0].device) for one in found])
+
+
+class Means:
+    """Buffers of one type with the rule "mean": their changes in one operation."""
+
+    def __init__(self, group: Group, are_complex: bool):
+        self._group, self.size, self._are_complex = group, group.size, are_complex
+        self.is_whole = not (group.dtype.is_floating_point or group.dtype == torch.bool)
+        self._was = self._is_mark = torch.empty(0)
+
+    def begin(self, before: dict[str, torch.Tensor]) -> None:
+        self._was = self._flat(before)
+        if self._was.is_floating_point():
+            self._is_mark = ~(self._was.abs() < _mark(self._was.dtype))  # NaN is one
+
+    def _flat(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self._group.flat(tensors if not self._are_complex else {
+            name: _real(tensors[name]) for name in self._group.names})
+
+    def change(self, after: dict[str, torch.Tensor], weight: float) -> torch.Tensor:
+        """Return the weighted change of a micro-batch, in 32 bits."""
+        was, now = self._was, self._flat(after)
+        if now.dtype == torch.bool:
+            change = now
+        elif now.is_floating_point():
+            # where nothing changed the change is 0, also for inf - inf
+            change = torch.where(now == was, 0, now - was)
+            change = torch.where(self._is_mark, now, change)
+        else:
+            change = now - was
+        # multiplied first: add_(alpha=) may round once instead of twice, and then a sum in one
+        # buffer has other bits than the sum of two
+        return change.to(torch.float32) * weight
+
+    def apply(self, change: torch.Tensor, buffers: dict[str, torch.Tensor]) -> None:
+        was, change = self._was, change.to(self._was.device)
+        if was.is_floating_point():
+            now = torch.where(change == 0, was, was + change.to(was.dtype))
+            now = _with_marks(self._is_mark, was, change, now)
+        elif was.dtype == torch.bool:
+            now = change > 0.5
+        else:
+            now = was + change.round().to(was.dtype)
+        self._group.copy_into(buffers if not self._are_complex else {
+            name: _real(buffers[name]) for name in self._group.names}, now)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,25 +305,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return real.view(WHOLE[real.element_size()])
 
 
-def _holds_whole_numbers(buffer: torch.Tensor) -> bool:
-    return not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
-
-
 def _mark(dtype: torch.dtype) -> float:
     """Return from which size on a buffer's value of this type is a mark."""
     return min(MARK, torch.finfo(dtype).max)
 
 
-def _is_mark(values: torch.Tensor) -> torch.Tensor:
-    return ~(values.abs() < _mark(values.dtype))
-
-
-def _with_marks(was: torch.Tensor, change: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+def _with_marks(is_mark: torch.Tensor, was: torch.Tensor, change: torch.Tensor,
+                now: torch.Tensor) -> torch.Tensor:
     """Return a buffer's new values: where it had a mark, the sum over the microbatches is the mean
     itself."""
     # The mean of marks is the mark, whatever was rounded; the sign tells inf from -inf.
     stays = (change.abs() >= 0.999 * was.abs().to(change.dtype)) & (change.sign() == was.sign())
-    return torch.where(_is_mark(was), torch.where(stays, was, change.to(was.dtype)), now)
+    return torch.where(is_mark, torch.where(stays, was, change.to(was.dtype)), now)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -276,6 +336,7 @@ class BufferValues:
         """The rules by the names of the buffers that there are."""
         self._mine: list[Values] = []
         self._names: list[str] = []
+        self._groups: list[Group] = []
         self._marks: list[tuple[torch.Tensor, int]] = []
 
     def begin(self, step: int) -> None:
@@ -286,20 +347,26 @@ class BufferValues:
         self._mine, self._buffers.left = [], []
         self._names = [name for name, rule in self._of.items()
                        if is_single or rule not in (None, "mean")]
+        self._groups = groups_of(self._buffers.named, self._names)
 
     def keep(self, after: Values) -> None:
         """Keep what a micro-batch's forward pass has left."""
         if self._names:
-            self._mine.append({name: after[name].detach().clone() for name in self._names})
+            with torch.no_grad():
+                flats = [(group, group.flat(after)) for group in self._groups]
+            self._mine.append({name: part for group, flat in flats
+                               for name, part in zip(group.names, group.parts(flat), strict=True)})
 
-    def note(self, now: Values) -> None:
+    def note(self) -> None:
         """Note that the backward pass of a micro-batch is over. (It may have run a part of forward
         again.)"""
-        self._marks = [(tensor, tensor._version) for tensor in now.values()]
+        self._marks = self._buffers.marks()
 
     def check(self, replaced: list[tuple[str, torch.Tensor]]) -> None:
         """Raise RuntimeError if buffers were changed since the backward pass. `replaced` are the
         tensors that stand in the place of buffers now."""
+        if not replaced and all([tensor._version == version for tensor, version in self._marks]):
+            return
         known = {id(tensor) for tensor, _ in self._marks}
         bad = [name for name, tensor in replaced if id(tensor) not in known] or [
             name for name, (tensor, version) in zip(self._of, self._marks, strict=False)

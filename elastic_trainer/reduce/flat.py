@@ -36,6 +36,7 @@ import torch
 
 from elastic_trainer.reduce.buffers import BufferRules, Statistics
 from elastic_trainer.reduce.gradient_sums import Gradients
+from elastic_trainer.state.host_copy import HostCopy
 
 FRACTION_BITS = 64
 LIMB_BITS, LIMBS = 8, 16
@@ -222,6 +223,7 @@ class Flat:
         self.tally = Tally()
         self.microbatches_run = 0
         """Micro-batches of the step in flight whose gradients are in the sums of this worker."""
+        self._facts: HostCopy | Facts | None = None
         self.lay_out(self.gradients.trained_now())
 
     @property
@@ -241,11 +243,11 @@ class Flat:
         self._one_run = torch.tensor([1.0, *map(float, trained)], device=self.device)
         """What a micro-batch adds to the counts before its backward pass."""
         self._used_in_one: tuple[list[int], torch.Tensor] | None = None
-        self.sums = self.new_sums()
+        self.sums, self._facts = self.new_sums(), None
         self.gradients.lay_out(self.layout.members, self.sums.gradients)
 
     def _statistics_of(self, buffers: dict[str, torch.Tensor]) -> Statistics:
-        return Statistics(buffers, self.device, self._rules.of(buffers) if self._rules else None)
+        return Statistics(buffers, self._rules.of(buffers) if self._rules else None)
 
     def new_sums(self) -> Sums:
         """Return a zeroed set of flat buffers, with room after for equal slices."""
@@ -261,7 +263,7 @@ class Flat:
 
     def add_into(self, sums: Sums) -> None:
         """Make autograd add into these buffers from now on."""
-        self.sums = sums
+        self.sums, self._facts = sums, None
         self.gradients.add_into(sums.gradients)
 
     def _front(self, start: int, stop: int) -> torch.Tensor:
@@ -315,21 +317,40 @@ class Flat:
             raise SetsDiffer
         return [count > 0 for count in counts]
 
+    def copy_facts(self) -> None:
+        """Let the host have all of the reduced sums that it decides by: one copy, for which nobody
+        waits yet."""
+        front, layout = self.sums[torch.float32], self.layout
+        self._facts = HostCopy(torch.cat([
+            front[: layout.statistics_start], front[layout.early_stop : layout.head_stop],
+            *self.statistics.facts(self._statistics())]))
+
+    @property
+    def _known(self) -> Facts:
+        """What the host knows of the reduced sums. On a GPU the first look of a step waits for the
+        device."""
+        if self._facts is None:
+            self.copy_facts()
+        assert self._facts
+        if isinstance(self._facts, HostCopy):
+            self._facts = Facts.of(self._facts.read().tolist(), len(self.names), self.tally.size)
+        return self._facts
+
     def hand_out(self) -> None:
-        used = self._front(self.layout.early_stop, self.layout.tally_start)
-        self.gradients.hand_out(used.tolist())
+        self.gradients.hand_out(self._known.used)
+
+    def run(self) -> float:
+        """Return how many micro-batches all workers have run in the step."""
+        return self._known.run
 
     def tallied(self) -> dict[str, tuple[float, float]]:
         """Return what all micro-batches of the step have counted and logged, by name: total and
         weight."""
-        if not self.tally.size:
-            return {}
-        elements = self._front(self.layout.tally_start, self.layout.mark)
-        return read(self.tally.names, elements.tolist())
+        return read(self.tally.names, self._known.tally) if self.tally.size else {}
 
     def mark(self) -> int:
-        """Return the mark of the step's first micro-batch. On a GPU this waits for the device."""
-        return int(self._front(self.layout.mark, self.layout.head_stop))
+        """Return the mark of the step's first micro-batch."""
+        return int(self._known.mark)
 
     def counted(self) -> float:
         """Return the total of what the micro-batches have counted; 0.0: the losses are means over
@@ -339,30 +360,52 @@ class Flat:
     def divide(self) -> None:
         """Make the sum of the gradients their mean over what was counted."""
         if total := self.counted():
-            for gradient in self.sums.gradients:
-                gradient.div_(total)
+            for dtype, tensor in self.sums.items():
+                start = self.layout.head_stop if dtype == torch.float32 else 0
+                tensor[start : self.layout.lengths[dtype]].div_(total)
 
     def _statistics(self) -> torch.Tensor:
         return self._front(self.layout.statistics_start, self.layout.early_stop)
 
     def mean_loss(self) -> float:
-        """Return the reduced loss of the step. On a GPU this waits for the device."""
-        return float(self._statistics()[0]) / (self.counted() or 1.0)
+        """Return the reduced loss of the step."""
+        return self._known.statistics[0] / (self.counted() or 1.0)
 
     def changed_buffers(self) -> list[str]:
         """Return the buffers without a rule that several micro-batches of the step could change,
         and one has."""
-        found = self.statistics.changed(self._statistics())
-        return found if found and float(self.sums[torch.float32][0]) > 1 else []
+        found = self.statistics.changed(self._known.statistics)
+        return found if found and self._known.run > 1 else []
 
     def has_lost_digits(self) -> bool:
-        return self.statistics.has_lost_digits(self._statistics())
+        return self.statistics.has_lost_digits(self._known.statistics)
 
     def apply_statistics(self, before: dict[str, torch.Tensor],
                          buffers: dict[str, torch.Tensor]) -> float:
         """Set the buffers to (before + mean change) and return the mean loss."""
         self.statistics.apply(self._statistics(), before, buffers)
-        return self.mean_loss()  # on a GPU this line waits for the device
+        return self.mean_loss()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the host knows of the reduced sums of a step."""
+
+    run: float
+    used: list[float]
+    """Of each parameter: in how many micro-batches it got a gradient."""
+    tally: list[float]
+    mark: float
+    statistics: list[float]
+    """See Statistics.facts."""
+
+    @staticmethod
+    def of(numbers: list[float], parameters: int, tally: int) -> Facts:
+        used_start = 1 + parameters
+        tally_start = used_start + parameters
+        mark = tally_start + tally
+        return Facts(numbers[0], numbers[used_start:tally_start], numbers[tally_start:mark],
+                     numbers[mark], numbers[mark + 1 :])
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

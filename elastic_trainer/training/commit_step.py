@@ -22,6 +22,7 @@ from elastic_trainer.reduce.flat import COUNT, means
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
+from elastic_trainer.state.together import copy_together
 from elastic_trainer.training.failures import Losses, LossNotFinite, not_finite, verdict
 from elastic_trainer.training.optimizers import members_of, parameters_of
 from elastic_trainer.training.work import Work
@@ -77,7 +78,7 @@ class StepEnd:
         """Raise RuntimeError, on all workers, if some micro-batches were counted and others not, or
         nothing was counted."""
         count = self.flat.tallied().get(COUNT)
-        run = float(self.flat.sums[torch.float32][0])
+        run = self.flat.run()
         if count is None or count[1] == 0 or math.isnan(count[0]):
             return  # the losses are means
         if count[1] == run and count[0] > 0:
@@ -133,8 +134,7 @@ class StepEnd:
         self.flat.hand_out()
         found = self._buffers()
         state.loss = self.flat.apply_statistics(state.model_buffers.before, state.buffers)
-        for name, value in found.items():
-            state.buffers[name].copy_(value)
+        copy_together([state.buffers[name] for name in found], list(found.values()))
         state.modes.apply()
         state.attributes.apply()
         if job.scaler:

@@ -17,12 +17,12 @@ What always holds:
 
 What it does not do: make the bits equal on different kinds of GPU, or with different versions of
 CUDA, cuDNN and torch. An operation without a deterministic form raises (torch names it). Custom
-kernels are not checked, nor are cuBLAS handles that a product of matrices made before `train()`.
+kernels are not checked.
 It does not import the compiler (the first optimizer does so, for 4 s), and times nothing.
 
 Source: https://docs.pytorch.org/docs/stable/notes/randomness.html, torch/utils/deterministic.py and
-torch/backends/cudnn/__init__.py (2.13); cuBLAS, "Results reproducibility", for the workspace. MKL's
-kernels: pytorch/pytorch#188792, and ATen/cpu/vml.h for the functions.
+torch/backends/cudnn/__init__.py (2.13); cublas.py for the workspace. MKL's kernels:
+pytorch/pytorch#188792, and ATen/cpu/vml.h for the functions.
 """
 
 from __future__ import annotations
@@ -43,12 +43,8 @@ import torch.nn.functional as F
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.batches import add_note
+from elastic_trainer.training.cublas import WORKSPACE, WORKSPACES, settle_on_gpu
 from elastic_trainer.world.replicas import fingerprint
-
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-WORKSPACES = (":4096:8", ":16:8")
-"""With one of these cuBLAS gives the same bits on several streams. The first takes 24 MiB, the
-second is slower."""
 
 VECTOR_FUNCTIONS = ("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10",
                     "log2", "sin", "sqrt", "tan", "tanh", "trunc")
@@ -202,6 +198,7 @@ def choose_settings(device_type: str, reduce: str, compiler: CompilerSettings) -
     """Set torch's settings for a reducer; `compiler` has those of the user. Raises ConfigError."""
     if settings := required(device_type, reduce, current()):
         apply(settings)
+        settle_on_gpu(os.environ)
     set_compiler(COMPILER_EXACT if reduce == "exact" else compiler)
 
 

@@ -189,11 +189,12 @@ class Loop:
     def _reduce(self, step: int) -> list[Part]:
         """Sum the gradients of all workers, and return the checksums of my slice of the state."""
         self.microbatches.send(self.world)
-        held = self.replica.parts(step)  # while the gradients are on their way
+        # Computed while the gradients are on their way. A world of one has nothing to compare.
+        held = self.replica.start(step) if self.world.size > 1 else list
         self.microbatches.reduce(self.world)
         self.microbatches.share(partial(self._from_first_microbatch, step), self.world)
         self.state.prepare()
-        return held
+        return held()
 
     def _from_first_microbatch(self, step: int, text: str) -> str:
         """Send the text of the worker that has run the step's first micro-batch to all workers."""

@@ -34,8 +34,7 @@ from elastic_trainer.reduce.buffers import BufferValues
 from elastic_trainer.reduce.flat import SetsDiffer
 from elastic_trainer.reduce.gradient_sums import CLIP, GradientsWritten
 from elastic_trainer.reduce.reducer import TracedWorld
-from elastic_trainer.state.names import named_buffers
-from elastic_trainer.state.supported import BUFFERS_STAY, moved_buffers, some
+from elastic_trainer.state.supported import BUFFERS_STAY, some
 from elastic_trainer.training.differing import NOT_RUN, LeftInModules
 from elastic_trainer.training.failures import PeerFailed, require_scalar
 from elastic_trainer.training.stages import OF_THE_LOOP, Microbatch
@@ -75,7 +74,6 @@ class Microbatches:
         """
         self.trace.begin_step(step, self.state.phase)
         self.state.begin()
-        self.flat.statistics.find_marks(self.state.model_buffers.before)
         try:
             return (yield from self._run(step, world, error))
         except GradientsWritten:
@@ -160,12 +158,12 @@ class Microbatches:
         self.scaling.check()
         is_sum = count is not None  # it is divided when all micro-batches have counted
         flat.gradients.weigh_rest(1.0 if is_sum else weight)
-        before, after = self.state.model_buffers.before, named_buffers(job.model)
-        if moved := moved_buffers(before, after):
+        buffers = self.state.model_buffers
+        if moved := buffers.moved(after := buffers.now()):
             raise RuntimeError(
                 f"forward has changed the buffers {some(moved.values())} in step {step}. "
                 f"{BUFFERS_STAY}")
-        flat.add_statistics(weight, loss, before, after, is_sum=is_sum)
+        flat.add_statistics(weight, loss, buffers.before, after, is_sum=is_sum)
         self.values.keep(after)
         if overlaps:
             self.reducer.overlap(TracedWorld(overlaps, self.trace))
@@ -173,7 +171,7 @@ class Microbatches:
         with self.trace.span("backward", microbatch=microbatch):
             self.scaling.backward(loss if is_sum else loss * weight)
         flat.gradients.note_left()
-        self.values.note(named_buffers(job.model) if after else {})
+        self.values.note()
 
     def _close(self, step: int, microbatch: int) -> None:
         try:
@@ -214,6 +212,7 @@ class Microbatches:
         flat, self._is_reduced = self.flat, False
         try:
             self.reducer.finish(TracedWorld(world, self.trace))
+            self.flat.copy_facts()
             self._is_reduced = True
         except SetsDiffer:
             trained = [name for name, is_trained in zip(flat.names, flat.trained, strict=True)

@@ -33,7 +33,7 @@ step in between may have the wrong value in that worker's share. `compared_after
 (state/checkpoint.py) keeps an older checkpoint, and a run that goes back restores that one.
 
 What it does not do:
-- It finds no fault in a world of one.
+- It finds no fault in a world of one, where the vote carries no checksum.
 - It finds no wrong gradient: all workers apply the same one.
 - It evicts no worker in a world whose workers compute different bits (arithmetic.py). Rounding
   makes their replicas drift, and the drift is only logged.
@@ -47,7 +47,7 @@ from __future__ import annotations
 import bisect
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -57,6 +57,7 @@ import torch
 
 from elastic_trainer.data.leaves import inner_tensors
 from elastic_trainer.state.forms import SCALARS, form_of, plain_tensor
+from elastic_trainer.state.host_copy import HostCopy
 from elastic_trainer.state.layout import flat_bytes
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
@@ -75,7 +76,11 @@ ATTRIBUTES_EVERY = 8
 
 Part = tuple[str, int]
 """A tensor's name and the checksum of its bytes in the slice."""
-
+Held = tuple[str, Any, int, int, int]
+"""A name, its value, and the share of the value that belongs to the elements [low, high) of a
+number of elements."""
+Summed = Callable[[torch.Tensor, int], int]
+"""Goes on with a checksum over the bytes of a flat tensor."""
 
 TRIAL_STEPS = 256
 """A worker that has received its state is on trial for this number of steps (phases, if a step has
@@ -113,16 +118,25 @@ class Replica:
                                     len(self.names) // SLICE_TENSORS)))
         """After this number of steps the whole state has been compared."""
 
+    def start(self, step: int) -> Callable[[], list[Part]]:
+        """Begin with the checksums of a step's slice: weights, optimizer state, buffers and
+        numbers. The result returns them; nothing in the slice changes before. On a GPU it
+        waits."""
+        held = self._held(step % self.slices, self.slices)
+        copied = Copied(held)
+        return lambda: copied.parts(held)
+
     def parts(self, step: int) -> list[Part]:
-        """Return the checksums of a step's slice: weights, optimizer state, buffers and numbers."""
-        return self._parts(step % self.slices, self.slices)
+        """Return the checksums of a step's slice."""
+        return self.start(step)()
 
     def all_parts(self) -> list[Part]:
         """Return the checksums of everything."""
-        return self._parts(0, 1)
+        held = self._held(0, 1)
+        return Copied(held).parts(held)
 
-    def _parts(self, index: int, slices: int) -> list[Part]:
-        found: list[Part] = [("numbers", _folded(self._numbers(), 0, 0, 1))]
+    def _held(self, index: int, slices: int) -> list[Held]:
+        found: list[Held] = [("numbers", self._numbers(), 0, 0, 1)]
         total = self._ends[-1] if self._ends else 0
         start, stop = total * index // slices, total * (index + 1) // slices
         for number in range(bisect.bisect_right(self._ends, start), len(self.names)):
@@ -135,20 +149,20 @@ class Replica:
             # An element belongs to the slice in which it starts.
             low, high = (min(parameter.numel(), max(0, -(-(edge - at) // size)))
                          for edge in (start, stop))
-            found.append((name, _folded(parameter, low, high, parameter.numel())))
+            found.append((name, parameter, low, high, parameter.numel()))
             kept = self.state.optimizer.state.get(parameter, {})
             for key in sorted(kept, key=str):
-                found.append((f"{name}/{key}", _folded(kept[key], low, high, parameter.numel())))
-        found += self._attribute_parts(index, slices)
+                found.append((f"{name}/{key}", kept[key], low, high, parameter.numel()))
+        found += self._attributes_held(index, slices)
         # A forward pass of this step has changed the others.
         buffers = self.state.model_buffers.before or self.state.buffers
         names = sorted(buffers)
         for name in names[len(names) * index // slices : len(names) * (index + 1) // slices]:
-            found.append((name, _folded(buffers[name], 0, 1, 1)))
+            found.append((name, buffers[name], 0, 1, 1))
         return found
 
-    def _attribute_parts(self, index: int, slices: int) -> list[Part]:
-        """Return the checksums of what the optimizer keeps in its attributes: all numbers, and the
+    def _attributes_held(self, index: int, slices: int) -> list[Held]:
+        """Return what the optimizer keeps in its attributes: all numbers, and the
         tensors of this slice and of the next ones. Not in each step, because the walk through the
         attributes takes longer than the checksums."""
         stride = min(ATTRIBUTES_EVERY, slices)
@@ -162,8 +176,8 @@ class Replica:
                 numbers.setdefault(place, []).append(value)
         low, high = (min(len(tensors), len(tensors) * edge // slices)
                      for edge in (index, index + stride))
-        return [*((place + NUMBER, _folded(values, 0, 0, 1)) for place, values in numbers.items()),
-                *((place, _folded(value, 0, 1, 1)) for place, value in tensors[low:high])]
+        return [*((place + NUMBER, values, 0, 0, 1) for place, values in numbers.items()),
+                *((place, value, 0, 1, 1) for place, value in tensors[low:high])]
 
     def _numbers(self) -> Any:
         state = self.state
@@ -268,33 +282,72 @@ def _by_majority(parts_by_rank: Sequence[Sequence[Part]]) -> Difference:
 
 def fingerprint(value: Any) -> int:
     """Return a checksum of tensors, numbers and texts in any containers. It is never 0."""
-    return _folded(value, 0, 1, 1) or 1
+    held: list[Held] = [("", value, 0, 1, 1)]
+    return Copied(held).parts(held)[0][1] or 1
 
 
-def _folded(value: Any, low: int, high: int, count: int, before: int = 0) -> int:
+class Copied:
+    """What checksums need of tensors, on its way to the host: one copy from each device.
+
+    The values are walked through twice: first each tensor is reduced on its device, then the
+    checksums are computed on the host.
+    """
+
+    def __init__(self, held: Sequence[Held]):
+        self._pieces: list[torch.Tensor] = []
+        for _, value, low, high, count in held:
+            _folded(value, low, high, count, self._reduce)
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for piece in self._pieces:
+            by_device.setdefault(piece.device, []).append(piece)
+        self._copies = {device: HostCopy(torch.cat(pieces))
+                        for device, pieces in by_device.items()}
+
+    def _reduce(self, flat: torch.Tensor, before: int) -> int:
+        self._pieces += _reduced(flat)
+        return before
+
+    def parts(self, held: Sequence[Held]) -> list[Part]:
+        """Return the checksums. On a GPU this waits for the device."""
+        data = {device: copy.read().numpy().data for device, copy in self._copies.items()}
+        at, pieces = dict.fromkeys(data, 0), iter(self._pieces)
+
+        def summed(flat: torch.Tensor, before: int) -> int:
+            for piece in (next(pieces), next(pieces)):
+                start = at[piece.device]
+                at[piece.device] = stop = start + piece.numel()
+                before = zlib.crc32(data[piece.device][start:stop], before)
+            return before
+
+        return [(name, _folded(value, low, high, count, summed))
+                for name, value, low, high, count in held]
+
+
+def _folded(value: Any, low: int, high: int, count: int, summed: Summed, before: int = 0) -> int:
     """Return a checksum of a value; of a tensor, the share that belongs to the elements [low, high)
     of `count`."""
     if isinstance(value, torch.Tensor) and (inner := inner_tensors(value)):
-        return _folded(inner, 0, 1, 1, before)
+        return _folded(inner, 0, 1, 1, summed, before)
     if isinstance(value, numpy.ma.MaskedArray):
         value = [value.data, numpy.ma.getmaskarray(value)]
     if (isinstance(value, torch.Tensor) and value.layout == torch.strided
             and value.device.type != "meta"):
         size = value.numel()
         facts = f"{value.dtype}{size}".encode()
-        return _checksum(_elements(value.detach(), size * low // count, size * high // count),
-                         zlib.crc32(facts, before)) if count else before
+        return summed(_elements(value.detach(), size * low // count, size * high // count),
+                      zlib.crc32(facts, before)) if count else before
     if isinstance(value, dict):
         for key in sorted(value, key=str):
-            before = _folded(value[key], low, high, count, zlib.crc32(str(key).encode(), before))
+            before = _folded(value[key], low, high, count, summed,
+                             zlib.crc32(str(key).encode(), before))
         return before
     if isinstance(value, (list, tuple, set, frozenset)):
         is_set = isinstance(value, (set, frozenset))  # its order is another one in each process
         for item in sorted(value, key=str) if is_set else value:
-            before = _folded(item, low, high, count, zlib.crc32(b",", before))
+            before = _folded(item, low, high, count, summed, zlib.crc32(b",", before))
         return before
     if form := form_of(value):
-        return _folded([form.kind, form.main, form.more], low, high, count, before)
+        return _folded([form.kind, form.main, form.more], low, high, count, summed, before)
     is_plain = type(value) in SCALARS
     # A repr may be an address.
     return zlib.crc32((repr(value) if is_plain else type(value).__name__).encode(), before)
@@ -314,13 +367,13 @@ def _elements(tensor: torch.Tensor, low: int, high: int) -> torch.Tensor:
     return tensor[first : -(-high // row)].reshape(-1)[low - first * row : high - first * row]
 
 
-def _checksum(flat: torch.Tensor, before: int) -> int:
+def _reduced(flat: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what the checksum of a flat tensor's bytes is computed from, as bytes on its device:
+    the sums of its whole blocks, and the rest."""
     data = flat_bytes(plain_tensor(flat))
     whole = data.numel() // BLOCK_BYTES * BLOCK_BYTES
-    if whole:
-        blocks = data[:whole]
-        if blocks.storage_offset() % 8 or blocks.data_ptr() % 8:
-            blocks = blocks.clone()  # the sums must not depend on where the bytes lie
-        sums = blocks.view(torch.int64).view(-1, BLOCK_BYTES // 8).sum(1)
-        before = zlib.crc32(sums.cpu().numpy().data, before)
-    return zlib.crc32(data[whole:].cpu().numpy().data, before)
+    blocks = data[:whole]
+    if whole and (blocks.storage_offset() % 8 or blocks.data_ptr() % 8):
+        blocks = blocks.clone()  # the sums must not depend on where the bytes lie
+    sums = blocks.view(torch.int64).view(-1, BLOCK_BYTES // 8).sum(1) if whole else blocks
+    return sums.view(torch.uint8), data[whole:]
