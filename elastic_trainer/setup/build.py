@@ -21,16 +21,36 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from elastic_trainer.setup.recipe import CMAKE, SETTINGS, SETUPTOOLS, SOURCES, VERSION, patches
+from elastic_trainer.setup.cause import cause_of
+from elastic_trainer.setup.cuda import OF_PIP, Toolkit, complete
+from elastic_trainer.setup.recipe import (
+    CMAKE,
+    CXX_STANDARD,
+    NCCL_INCLUDE,
+    NCCL_LIBRARY,
+    SETTINGS,
+    SETUPTOOLS,
+    SOURCES,
+    TOOLKIT,
+    VERSION,
+    patches,
+)
 from elastic_trainer.setup.sources import apply_patches
 from elastic_trainer.setup.target import Target
 
-LAST_LINES = 25
-LOADS = "from horovod.torch.mpi_ops import gloo_built; assert gloo_built()"
+LOADS = "from horovod.torch.mpi_ops import gloo_built, nccl_built; assert gloo_built()"
 """`import horovod.torch` alone only prints that there is no library."""
+LOADS_NCCL = f"""{LOADS}; assert nccl_built()
+with open("/proc/self/maps") as maps:
+    found = sorted({{line.split()[-1] for line in maps if "/libnccl" in line}})
+assert len(found) == 1, f"not one NCCL is loaded, but {{found}}"
+print("NCCL:", found[0])
+"""
+OLDEST_CMAKE_MINOR = 18
+"""The first that knows C++20 and C++17 for CUDA."""
 
 
 class SetupFailed(Exception):
@@ -45,17 +65,19 @@ class Commands:
         self.log.write_text("")
 
     def run(self, *command: str | Path, env: dict[str, str] | None = None) -> None:
-        """Run one command. Raises SetupFailed with the end of the log."""
+        """Run one command. Raises SetupFailed with the cause that stands in the log."""
         with open(self.log, "a") as log:
             log.write(f"+ {' '.join(map(str, command))}\n")
             log.flush()
+            begin = log.tell()
             done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, stdout=log,
                                   stderr=log)
         if done.returncode != 0:
-            lines = self.log.read_text(errors="replace").splitlines()[-LAST_LINES:]
-            failed = (f"failed: {' '.join(map(str, command))}. The lines above end its log, "
-                      f"{self.log}")
-            raise SetupFailed("\n".join([*lines, failed]))
+            with open(self.log, errors="replace") as shown:
+                shown.seek(begin)
+                cause = cause_of(shown.read())
+            failed = f"failed: {' '.join(map(str, command))}. The log: {self.log}"
+            raise SetupFailed(f"{cause}\n{failed}")
 
     def pip(self, *command: str | Path, env: dict[str, str] | None = None) -> None:
         """Run this environment's pip. Raises SetupFailed."""
@@ -63,7 +85,7 @@ class Commands:
         self.run(*pip, *command, env=env)
 
 
-def build(target: Target, kept: Path, commands: Commands) -> None:
+def build(target: Target, toolkit: Toolkit | None, kept: Path, commands: Commands) -> None:
     """Build the wheel into the folder that keeps it. Raises SetupFailed, PatchRefused."""
     work = Path(tempfile.mkdtemp(prefix=".build.", dir=kept))
     cmake = machines_cmake()
@@ -73,10 +95,10 @@ def build(target: Target, kept: Path, commands: Commands) -> None:
     env |= SETTINGS | {
         "MAKEFLAGS": env.get("MAKEFLAGS") or f"-j{len(os.sched_getaffinity(0))}",
         "HOROVOD_CMAKE": str(cmake or work / "tools" / "cmake" / "data" / "bin" / "cmake"),
-        "HOROVOD_GPU_OPERATIONS": "NCCL" if target.gpu == "nccl" else "",
+        CXX_STANDARD: str(target.torch.cxx),
     }
-    if target.cuda_home:
-        env["HOROVOD_CUDA_HOME"] = str(target.cuda_home)
+    if toolkit:
+        env |= for_gpus(target, toolkit.home or fetch_toolkit(work, commands), env)
     commands.pip("wheel", "--use-pep517", "--no-deps", "--no-build-isolation", "--no-cache-dir",
                  "--wheel-dir", work / "out", sources, env=env)
     for wheel in (work / "out").glob(f"horovod-{VERSION}-*.whl"):
@@ -88,21 +110,50 @@ def build(target: Target, kept: Path, commands: Commands) -> None:
     shutil.rmtree(work)
 
 
+def for_gpus(target: Target, home: Path, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a build for GPUs: the toolkit, the GPUs, NCCL.
+
+    The PATH, because cmake/build_utils.py asks the nvcc there. CUDA_HOME is for torch.
+    """
+    found = {"PATH": os.pathsep.join([str(home / "bin"), env.get("PATH", os.defpath)]),
+             "CUDA_HOME": str(home), "HOROVOD_CUDA_HOME": str(home)}
+    if target.architectures:
+        found["HOROVOD_BUILD_CUDA_CC_LIST"] = ",".join(
+            one.replace(".", "") for one in target.architectures)
+    if target.nccl:
+        found |= {"HOROVOD_GPU_OPERATIONS": "NCCL", NCCL_INCLUDE: str(target.nccl.include),
+                  NCCL_LIBRARY: str(target.nccl.library)}
+    return found
+
+
+def fetch_toolkit(work: Path, commands: Commands) -> Path:
+    """Download CUDA's compiler into the folder of the build; returns the toolkit's folder.
+
+    Raises SetupFailed.
+    """
+    commands.pip("install", "--no-deps", "--only-binary", ":all:", "--target", work / "cuda",
+                 "--require-hashes", "--requirement", _listed(work / "cuda.txt", TOOLKIT))
+    home = work / "cuda" / "nvidia" / f"cu{OF_PIP}"
+    complete(home)
+    return home
+
+
 def remove_remains(kept: Path) -> None:
     """Remove what builds that were killed have left."""
     for folder in kept.glob(".build.*"):
         shutil.rmtree(folder)
 
 
-def install(wheel: Path, commands: Commands) -> None:
+def install(wheel: Path, commands: Commands, has_nccl: bool = False) -> None:
     """Install a kept wheel, and nothing else, and load it.
 
-    Raises SetupFailed. A Horovod that cannot be loaded does not stay installed.
+    Raises SetupFailed. A Horovod that cannot be loaded does not stay installed; neither does one
+    beside which a second NCCL is loaded.
     """
     # Always anew: a Horovod for another torch bears the same version.
     commands.pip("install", "--force-reinstall", "--no-deps", wheel)
     try:
-        commands.run(sys.executable, "-I", "-c", LOADS)
+        commands.run(sys.executable, "-I", "-c", LOADS_NCCL if has_nccl else LOADS)
     except SetupFailed as error:
         commands.pip("uninstall", "--yes", "horovod")
         raise SetupFailed(
@@ -148,9 +199,9 @@ def machines_cmake() -> str | None:
 
 
 def is_cmake_usable(text: str) -> bool:
-    """Say whether Horovod builds with the CMake that prints this: 3.13 or newer, but not 4."""
+    """Say whether Horovod builds with the CMake that prints this: 3.18 or newer, but not 4."""
     version = re.match(r"cmake version 3\.(\d+)", text)
-    return version is not None and int(version[1]) >= 13
+    return version is not None and int(version[1]) >= OLDEST_CMAKE_MINOR
 
 
 def is_whole(wheel: Path) -> bool:

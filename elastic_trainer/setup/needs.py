@@ -8,30 +8,59 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from elastic_trainer.host.trust import why_not_trusted
-from elastic_trainer.setup.target import kept_wheel
+from elastic_trainer.setup.cuda import major, named_nccl
+from elastic_trainer.setup.target import Target, kept_wheel
 
 SPACE_MIB = 1024
 """For the build, and for what is installed."""
 
 
-def of_build(env: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield what is missing to build Horovod from source."""
+def of_build(env: Mapping[str, str] = os.environ, cxx: int | None = None) -> Iterator[str]:
+    """Yield what is missing to build Horovod from source, by default for any torch."""
     compiler, path = env.get("CXX") or "c++", env.get("PATH")
     if not shutil.which(compiler, path=path):
         yield (f"A C++ compiler ({compiler}) is missing, and Horovod is built from source. "
                f"Install one, e.g. apt-get install g++.")
+    elif cxx and not has_standard(compiler, cxx, env):
+        yield (f"The C++ compiler ({compiler}) does not know C++{cxx}, which the headers of the "
+               f"installed torch need. Install a newer one, and name it, e.g. apt-get install "
+               f"g++-12; export CXX=g++-12.")
     if not shutil.which("make", path=path):
         yield ("make is missing, and Horovod is built from source. "
                "Install it, e.g. apt-get install make.")
     if not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")):
         yield (f"The headers of {sys.executable} are missing, and Horovod is built from source. "
                f"Install them, e.g. apt-get install python3-dev.")
+
+
+def has_standard(compiler: str, cxx: int, env: Mapping[str, str]) -> bool:
+    """True if a compiler knows a C++ standard."""
+    done = subprocess.run([compiler, f"-std=c++{cxx}", "-fsyntax-only", "-xc++", os.devnull],
+                          env=dict(env), stdin=subprocess.DEVNULL, capture_output=True)
+    return done.returncode == 0
+
+
+def of_nccl(target: Target, env: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Yield why a Horovod with NCCL cannot be had, if the target needs one."""
+    if target.gpu != "nccl" or target.nccl:
+        return
+    cuda = target.torch.cuda or ""
+    without = "Or build without it, which is slower: elastic-trainer setup --without-nccl."
+    if folders := named_nccl(env):
+        yield (f"nccl.h or libnccl.so.2 is missing in {', '.join(map(str, sum(folders, [])))}, "
+               f"which HOROVOD_NCCL_HOME (or _INCLUDE, _LIB) names. Name the folder of an NCCL, "
+               f"or unset the variable.")
+    else:
+        yield (f"torch {target.torch.version} is built for CUDA {cuda}, but NCCL (nccl.h and "
+               f"libnccl.so.2) is neither in its packages nor in the system. Install it: "
+               f"{sys.executable} -m pip install nvidia-nccl-cu{major(cuda)}. {without}")
 
 
 def of_environment() -> Iterator[str]:
