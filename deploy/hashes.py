@@ -17,9 +17,9 @@ What always holds:
 2. For each Python and processor below, the best wheel for glibc 2.28 is listed (torch needs 2.28).
    Sources are not listed: building one runs its code before any check. Horovod is built from
    source, and elastic_trainer/setup/recipe.py has its hash.
-3. A file from the network that is not listed is refused, with one exception: a torch for one
-   processor (2.13.0+cu126) comes from an index of its own, which install.sh does not know. For it
-   and its dependencies (`index-hashes`) the hash of its index is used.
+3. A file from the network that is not listed is refused, with one exception: a torch of another
+   version than the pinned one, or for one processor (2.13.0+cu126), which has an index of its own.
+   For it and its dependencies (`index-hashes`) the hash of its index is used.
 4. A file on this machine (file:, from pip's own settings) is used as it is: a user who can write
    there and configure pip owns this machine.
 5. A file that is used by 3's exception or by 4 without being listed is printed.

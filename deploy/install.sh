@@ -1,5 +1,7 @@
 #!/usr/bin/env bash
-# deploy/install.sh [--dev]      --dev adds the test tools
+# deploy/install.sh [--dev] [--cuda-arch 8.0,9.0] [--without-nccl]
+#
+# --dev adds the test tools. The other options are those of `elastic-trainer setup`.
 #
 # The one set-up: makes .venv with pinned packages, this project (editable) and Horovod.
 # scripts, CI, tests/run, Dockerfile → here → .venv. elastic_trainer/setup builds Horovod, as for
@@ -8,13 +10,15 @@
 # What always holds:
 # 1. A second call does nothing and takes milliseconds: a stamp in .venv has a hash of all inputs.
 # 2. All that the machine lacks is printed before any change.
-# 3. Horovod is built once per torch, Python and platform. Its wheel is kept in the user's cache,
-#    where it appears complete or not at all.
+# 3. Horovod is built once per torch, Python, platform, NCCL and list of GPUs. Its wheel is kept in
+#    the user's cache, where it appears complete or not at all. With a torch for CUDA it is built
+#    with NCCL, also on a machine without a GPU.
 # 4. pip runs with --require-hashes and installs only the wheels of hashes.txt, because building a
 #    package runs its code. The exception is Horovod: its sources have their hash in
-#    elastic_trainer/setup/recipe.py. A torch for one processor (2.13.0+cu126) and its dependencies
-#    are not listed, because install.sh does not know their index. Their index's hashes are used,
-#    with a message. So are those of files on this machine.
+#    elastic_trainer/setup/recipe.py, and so has CUDA's compiler, which is fetched for its build if
+#    the machine has none. A torch of another version than the pinned one, or for one processor
+#    (2.13.0+cu126), and its dependencies are not listed. Their index's hashes are used, with a
+#    message. So are those of files on this machine.
 # 5. Nothing is imported from the current folder or PYTHONPATH (python -I).
 # 6. Two calls at once wait for each other. Neither root nor ssh is needed. All messages go to
 #    stderr.
@@ -44,11 +48,20 @@ say() { printf 'install: %s\n' "$*" >&2; }
 die() { say "$*"; exit 1; }
 
 extras=examples,web
-case ${1-} in
-    '') ;;
-    --dev) extras=examples,web,dev ;;
-    *) die "unknown argument $1. Usage: deploy/install.sh [--dev]" ;;
-esac
+setup_options=()
+while (($#)); do
+    case $1 in
+        --dev) extras=examples,web,dev ;;
+        --without-nccl) setup_options+=("$1") ;;
+        --cuda-arch)
+            [[ ${2-} ]] || die "--cuda-arch has no list. Name one, e.g. --cuda-arch 8.0,9.0."
+            setup_options+=("$1" "$2")
+            shift ;;
+        *) die "unknown argument $1. Usage: deploy/install.sh [--dev] [--cuda-arch LIST]" \
+            "[--without-nccl]" ;;
+    esac
+    shift
+done
 
 # ---- 1. the second call ----
 
@@ -63,12 +76,14 @@ fingerprint() {
 
 is_installed() {   # the dev environment holds the plain one too
     [[ -x $venv/bin/python && -f $venv/pyvenv.cfg ]] || return 1
-    local now stamp written spec
+    local now stamp written spec options
     now=$(fingerprint)
     for stamp in "$venv/.installed-examples,web,dev" "$venv/.installed-$extras"; do
         [[ -f $stamp ]] || continue
-        { read -r written && read -r spec; } <"$stamp" || continue
-        [[ $written == "$now" && ${TORCH_SPEC:-$spec} == "$spec" ]] && return 0
+        { read -r written && read -r spec && read -r options; } <"$stamp" || [[ ${spec-} ]] ||
+            continue
+        [[ $written == "$now" && ${TORCH_SPEC:-$spec} == "$spec" &&
+            ${setup_options[*]:-${options-}} == "${options-}" ]] && return 0
     done
     return 1
 }
@@ -205,18 +220,26 @@ install_listed() {
 plan() { pip install --dry-run --only-binary :all: --report "$venv/plan.json" "${pins[@]}" "$@"; }
 
 pins=(--constraint "$constraints")
+pinned=$(sed -n 's/^torch==//p' "$constraints")
+spec=${TORCH_SPEC:-torch==$pinned}
+brought=()
+case $spec in
+    torch=="$pinned" | torch=="$pinned"+*) ;;
+    *)  # another version of torch may need another setuptools
+        brought=(index-hashes)
+        sed -E '/^(torch|setuptools)==/d' "$constraints" >"$venv/constraints.txt"
+        pins=(--constraint "$venv/constraints.txt") ;;
+esac
 install_listed pins pip setuptools
 # torch comes first and alone, by its plain spec: with other packages pip could choose another
 # build.
-spec=${TORCH_SPEC:-torch==2.13.0}
 say "installing $spec"
 plan --no-deps "$spec"
-install_listed plan "$venv/plan.json"
+install_listed plan "$venv/plan.json" "${brought[@]}"
 torch=$("$python" -I -c 'from importlib.metadata import version; print(version("torch"))')
-brought=()
 case $torch in
-    *+*) brought=(index-hashes) ;;     # of another index, which also has its dependencies
-    *) pins+=(--constraint "$constraints_nvidia") ;;
+    "$pinned") pins+=(--constraint "$constraints_nvidia") ;;
+    *) brought=(index-hashes) ;;       # also of another index, which has its dependencies
 esac
 plan "torch==$torch"
 install_listed plan "$venv/plan.json" "${brought[@]}"
@@ -224,16 +247,16 @@ install_listed plan "$venv/plan.json" "${brought[@]}"
 # ---- 4. the project ----
 
 say "installing the project and what it needs"
-plan --no-build-isolation --editable "${root}[$extras]"
+plan --no-build-isolation --editable "${root}[$extras]" "torch==$torch"
 install_listed plan "$venv/plan.json"
 pip install --no-deps --no-build-isolation --editable "$root"
 rm -rf "$root/elastic_trainer.egg-info"    # the build's: metadata would be found twice
-rm -f "$venv"/{plan.json,wanted.txt}
+rm -f "$venv"/{plan.json,wanted.txt,constraints.txt}
 
 # ---- 5. Horovod ----
 
-setup_horovod >&2
+setup_horovod "${setup_options[@]}" >&2
 pip check
 
-printf '%s\n%s\n' "$(fingerprint)" "$spec" >"$venv/.installed-$extras"
+printf '%s\n%s\n%s\n' "$(fingerprint)" "$spec" "${setup_options[*]}" >"$venv/.installed-$extras"
 say "done: $venv"

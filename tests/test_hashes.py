@@ -68,7 +68,7 @@ def test_every_pinned_package_has_a_hash(python: str) -> None:
     assert re.fullmatch("horovod==0.28.1 --hash=sha256:[0-9a-f]{64}", recipe.SOURCES)
 
 
-@pytest.mark.parametrize("line", [recipe.SETUPTOOLS, recipe.CMAKE])
+@pytest.mark.parametrize("line", [recipe.SETUPTOOLS, recipe.CMAKE, *recipe.TOOLKIT])
 def test_the_tools_of_the_build_are_the_pinned_ones(line: str) -> None:
     """With all of their hashes: a user's environment has neither constraints.txt nor hashes.txt."""
     pin, *digests = line.split(" --hash=sha256:")

@@ -29,13 +29,13 @@ from elastic_trainer.setup.build import (
     is_whole,
 )
 from elastic_trainer.setup.sources import PatchRefused, apply_patches
-from elastic_trainer.setup.target import Installed, Target, Torch, torch_of
+from elastic_trainer.setup.target import Installed, Torch, torch_of
 
 SETUP = Path(recipe.__file__).parent
-OF_RECIPE_7 = "d34ed8a3327bde4f8194c2a60469a840eb30c890bdcb73fd4c991684cc9e11f6"
+OF_RECIPE_8 = "1ba7b55838796a4cef718d25ab0929af30ebb227ff5cd7c31f6a9d58541feeaa"
 """Of the patched files, whose names are sorted: SHA-256 of their SHA-256s."""
-DIGESTS = {7: "3fc662789b42403f51a9db37961867481b59a3cb9952ff0e371903d8cbad8334"}
-"""SHA-256 of what each recipe builds: the hash of the sources, the settings, the changes."""
+DIGESTS = {8: "9de270ce04bedd2fc31439c6ea0f4187f55673dea2447313bbfd59b5e5ef1cd0"}
+"""SHA-256 of what each recipe builds: the hashes of sources and compiler, settings, changes."""
 
 OURS_FIRST = os.environ | {"PYTHONPATH": str(SETUP.parent.parent)}
 TEXT = "".join(f"line {number}\n" for number in range(1, 21))
@@ -138,7 +138,7 @@ def test_the_recipe_has_another_number_when_what_is_built_changes() -> None:
     changes = "".join(line for path in recipe.patches()
                       for line in path.read_text().partition("\n--- a/")[2].splitlines(
                           keepends=True))
-    built = f"{recipe.SOURCES} {sorted(recipe.SETTINGS.items())} {changes}"
+    built = f"{recipe.SOURCES} {recipe.TOOLKIT} {sorted(recipe.SETTINGS.items())} {changes}"
     assert DIGESTS[recipe.RECIPE] == hashlib.sha256(built.encode()).hexdigest()
 
 
@@ -156,7 +156,7 @@ def test_the_patches_make_the_sources_that_the_kept_wheels_were_built_from(tmp_p
     apply_patches(unpacked, recipe.patches())
     changed = sorted(path for path in before if path.read_bytes() != before[path])
     digests = b"".join(hashlib.sha256(path.read_bytes()).digest() for path in changed)
-    assert hashlib.sha256(digests).hexdigest() == OF_RECIPE_7
+    assert hashlib.sha256(digests).hexdigest() == OF_RECIPE_8
     assert {path for path in unpacked.rglob("*") if path.is_file()} == before.keys()
 
 
@@ -174,38 +174,11 @@ def test_the_version_of_torch_is_read_without_importing_it() -> None:
     subprocess.run([sys.executable, "-c", code], env=OURS_FIRST, check=True)
 
 
-def test_a_horovod_for_gpus_needs_cuda_and_nccl_of_the_machine(tmp_path: Path) -> None:
-    """Without nvcc it reduces CPU tensors only; without nccl.h, GPU tensors through the CPU."""
-    gpus, cpus = Torch("2.13.0", "13.0"), Torch("2.13.0+cpu", None)
-    env = {"PATH": "/nowhere", "CUDA_HOME": str(tmp_path), "HOROVOD_NCCL_HOME": "/nowhere",
-           "HOROVOD_NCCL_INCLUDE": "/nowhere"}
-    assert target.target_of(gpus, env) == Target(gpus, "gloo", None)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/nvcc").touch(mode=0o755)
-    assert target.target_of(gpus, env) == Target(gpus, "cuda", tmp_path)
-    (tmp_path / "include").mkdir()
-    (tmp_path / "include/nccl.h").touch()
-    assert target.target_of(gpus, env) == Target(gpus, "nccl", tmp_path)
-    assert target.target_of(cpus, env) == Target(cpus, "gloo", None)
-
-
-def test_a_kept_wheel_is_for_one_torch_one_python_and_one_kind_of_gpu() -> None:
-    """Each is in the folder's name."""
-    one = Target(Torch("2.13.0+cpu", None), "gloo", None)
-    assert one.name == f"torch-2.13.0+cpu-{target.python_and_libc()}-gloo-{recipe.RECIPE}"
-    assert target.python_and_libc().startswith(
-        f"cpython-3{sys.version_info[1]}-{sysconfig.get_platform()}-")
-    others = [
-        Target(Torch("2.12.0+cpu", None), "gloo", None),
-        Target(Torch("2.13.0+cpu", None), "nccl", None)]
-    assert len({one.name, *(other.name for other in others)}) == 3
-
-
-@pytest.mark.parametrize(("version", "is_usable"), [("3.12.4", False), ("3.13.0", True),
+@pytest.mark.parametrize(("version", "is_usable"), [("3.17.4", False), ("3.18.0", True),
                                                     ("3.31.10", True), ("4.1.2", False),
                                                     ("3.9.1", False)])
 def test_the_machines_cmake_is_taken_when_horovod_can_use_it(version: str, is_usable: bool) -> None:
-    """3.13 or newer, but not 4."""
+    """3.18 or newer, but not 4."""
     assert is_cmake_usable(f"cmake version {version}\n\nCMake suite\n") is is_usable
 
 

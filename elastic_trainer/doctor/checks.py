@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastic_trainer.doctor.facts import Facts, StoreFacts
+from elastic_trainer.setup.cuda import unfit
 from elastic_trainer.setup.recipe import RECIPE
+from elastic_trainer.setup.target import gpus_text
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 HOROVOD = "0.28.1"
@@ -84,14 +86,14 @@ def software(facts: Facts) -> Iterator[Check]:
          f"it was built for torch {facts.made_for}, but torch {facts.torch} is here", SETUP),
         (facts.horovod_error, FAILED, f"it cannot be imported: {facts.horovod_error}", SETUP),
         (facts.recipe and facts.recipe != str(RECIPE), WARNING,
-         f"{facts.horovod} of build {facts.recipe}, but {RECIPE} is the newest; with an older one "
-         f"plain horovodrun may run code that any client sends", SETUP))
+         f"{facts.horovod} of build {facts.recipe}, but {RECIPE} is the newest, with more mends",
+         SETUP))
     built = [name for name, is_in in (("Gloo", facts.gloo), ("NCCL", facts.nccl)) if is_in]
     text = " and ".join(built) or "neither Gloo nor NCCL"
     yield judge("collectives", text, (not facts.gloo, FAILED, text, SETUP),
                 (facts.gpus and not facts.nccl, WARNING,
-                 f"{text}; gradients of {len(facts.gpus)} GPUs pass through the CPU",
-                 f"apt-get install libnccl-dev && {SETUP}"))
+                 f"{text}: each gradient of {len(facts.gpus)} GPUs is copied to the host and back, "
+                 f"and summed by the CPU", SETUP))
     names = ", ".join(f"{count} x {name}" for name, count in Counter(facts.gpus).items())
     is_unused = facts.has_nvidia and not facts.gpus
     yield judge("GPU", names or "none, so training is on the CPU",
@@ -99,7 +101,10 @@ def software(facts: Facts) -> Iterator[Check]:
                  "NVIDIA's driver is here, but torch was built for the CPU alone",
                  f"{reinstall} && {SETUP}"),
                 (is_unused, FAILED, "torch finds no GPU, but NVIDIA's driver is here",
-                 "nvidia-smi"))
+                 "nvidia-smi"),
+                (misfits := list(unfit(facts.kernels, facts.capabilities)), FAILED,
+                 f"Horovod's kernels for {gpus_text(facts.kernels)} do not run on the GPUs of "
+                 f"{', '.join(misfits)} here", SETUP))
 
 
 def machine(facts: Facts) -> Iterator[Check]:

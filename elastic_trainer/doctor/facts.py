@@ -56,6 +56,8 @@ class Facts:
     cuda: str = ""
     """The version of CUDA that torch was built for; "": for the CPU alone."""
     gpus: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    """The compute capability of each GPU, e.g. 9.0."""
     has_nvidia: bool = False
     """There is a device of NVIDIA's driver, or its command."""
     horovod: str = ""
@@ -64,6 +66,8 @@ class Facts:
     """The torch for which our build of Horovod was made; "": unknown."""
     recipe: str = ""
     """The number of our patches with which it was built (setup/recipe.py); "": unknown."""
+    kernels: tuple[str, ...] = ()
+    """The compute capabilities for which its kernels were built; empty: all, or unknown."""
     gloo: bool = False
     nccl: bool = False
     processor: str = ""
@@ -139,12 +143,14 @@ def _libraries() -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def _horovod() -> dict[str, str]:
-    from elastic_trainer.setup.target import installed_horovod
+def _horovod() -> dict[str, Any]:
+    from elastic_trainer.setup.target import architectures_in, installed_horovod
 
     found = installed_horovod()
-    parts = found.made_for.split("-") if found and found.made_for else ["", "", ""]
-    return {"horovod": found.version if found else "", "made_for": parts[1], "recipe": parts[-1]}
+    name = found.made_for if found else ""
+    parts = name.split("-") if name else ["", "", ""]
+    return {"horovod": found.version if found else "", "made_for": parts[1], "recipe": parts[-1],
+            "kernels": architectures_in(name)}
 
 
 def _processor() -> str:

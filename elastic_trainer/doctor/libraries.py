@@ -17,7 +17,10 @@ def libraries() -> dict[str, Any]:
 
         facts["torch"] = torch.__version__
         facts["cuda"] = torch.version.cuda or ""
-        facts["gpus"] = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+        numbers = range(torch.cuda.device_count())
+        facts["gpus"] = [torch.cuda.get_device_name(n) for n in numbers]
+        facts["capabilities"] = ["{}.{}".format(*torch.cuda.get_device_capability(n))
+                                 for n in numbers]
         if facts["gpus"]:
             torch.ones(1, device="cuda").item()
     except BaseException as error:
