@@ -1,19 +1,20 @@
-# For CPUs:
 #   docker build -t elastic-trainer .
-# For NVIDIA GPUs, with NCCL:
-#   docker build -t elastic-trainer:cuda . \
-#       --build-arg BUILD_BASE=nvidia/cuda:13.0.1-devel-ubuntu24.04@sha256:7d2f6a8c2071d911524f95061a0db363e24d27aa51ec831fcccf9e76eb72bc92 \
-#       --build-arg BASE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
+#   docker run --rm --gpus all elastic-trainer elastic-trainer doctor
+#
+# On x86-64 pip's plain torch is for NVIDIA GPUs. Horovod is then built with NCCL: torch brings it,
+# and the build fetches CUDA's compiler. It needs no GPU and no image with CUDA. The kernels are for
+# all GPUs; for some alone:
+#   --build-arg CUDA_ARCH=8.0,9.0
+# A CPU image, several GB smaller, needs an index that has CPU builds:
+#   --build-arg TORCH_SPEC=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=<that index>
+#
 # The digests are of the indexes of all platforms. apt's packages are the newest of the base's
 # release: sbom.cdx.json in the image lists them.
 #   docker run --rm elastic-trainer cat sbom.cdx.json
-# pip's plain torch brings CUDA's libraries on x86-64. A CPU image without them needs an index that
-# has CPU builds:
-#   --build-arg TORCH_SPEC=torch==2.13.0+cpu --build-arg PIP_EXTRA_INDEX_URL=<that index>
 #
-# Both bases must have the same Python: .venv is built on the first and runs on the second. torch's
-# wheel has its own CUDA libraries, so the GPU image runs on the plain base. The image starts no
-# program by itself; give it a command:
+# Both bases must have the same Python: .venv is built on the first and runs on the second.
+#
+# The image starts no program by itself; give it a command:
 #   docker run --rm elastic-trainer elastic-trainer --help
 # As a host for horovodrun, a container also runs sshd (/usr/sbin/sshd -D -p 2222 -h <key> works for
 # any user).
@@ -44,8 +45,10 @@ RUN for name in . commands driver evaluate events examples horovod_style reduce 
     && ln -s ../discovery ../state elastic_trainer/
 ARG TORCH_SPEC=torch==2.13.0
 ARG PIP_EXTRA_INDEX_URL
+ARG CUDA_ARCH
 # pip's downloads and the built Horovod stay with the builder, not in the image.
-RUN --mount=type=cache,target=/root/.cache deploy/install.sh
+RUN --mount=type=cache,target=/root/.cache deploy/install.sh \
+        ${CUDA_ARCH:+--cuda-arch "$CUDA_ARCH"}
 
 FROM ${BASE}
 # ssh: how horovodrun reaches other hosts.
@@ -65,6 +68,8 @@ COPY state state
 COPY deploy/licences.txt deploy/sbom.py deploy/vulnerabilities.json deploy/
 RUN .venv/bin/python -B deploy/sbom.py >sbom.cdx.json
 ENV PATH=/opt/elastic-trainer/.venv/bin:$PATH \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 CMD ["elastic-trainer", "--help"]
