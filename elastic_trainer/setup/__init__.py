@@ -2,6 +2,7 @@
 
     sources (applies the patches) ─┐
     target (what it is built for) ─┼─► build ─► command ◄─ elastic-trainer setup, install.sh
+      cuda (NCCL, toolkit, GPUs)   │     cause (why a build has failed)
     needs (what a machine lacks) ──┘
     required: the check at the start of a run
 
