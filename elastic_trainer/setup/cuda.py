@@ -208,14 +208,20 @@ def in_order(architectures: Iterable[str]) -> tuple[str, ...]:
 def unfit(built: Sequence[str], gpus: Iterable[str]) -> Iterator[str]:
     """Yield the GPUs on which kernels that are built for these architectures do not run.
 
-    Code for 8.0 runs on 8.6 but not on 9.0. For the newest architecture of a build PTX is kept,
-    which the driver compiles for any newer GPU. No architecture at all: built for all of them.
+    For the newest architecture of a build PTX is kept, which the driver compiles for any newer GPU.
     """
     for gpu in in_order(gpus):
-        wanted = _numbers(gpu)
-        fits = [one for one in map(_numbers, built) if one[0] == wanted[0] and one <= wanted]
-        if built and not fits and _numbers(in_order(built)[-1]) > wanted:
+        if not has_code(built, gpu) and _numbers(in_order(built)[-1]) > _numbers(gpu):
             yield gpu
+
+
+def has_code(built: Sequence[str], gpu: str) -> bool:
+    """True if a build has machine code for a GPU: code for 8.0 runs on 8.6, but not on 9.0.
+
+    No architecture at all: it is built for all of them.
+    """
+    wanted = _numbers(gpu)
+    return not built or any(one[0] == wanted[0] and one <= wanted for one in map(_numbers, built))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
-from elastic_trainer.setup.cuda import Nccl, architectures_here, find_nccl, unfit
+from elastic_trainer.setup.cuda import Nccl, architectures_here, find_nccl, has_code
 from elastic_trainer.setup.recipe import RECIPE, VERSION
 
 DEFAULT_CXX = 17
@@ -91,7 +91,7 @@ class Target:
         built = architectures_in(name)
         return (name == self._name("_".join(built) or "all")
                 and (not built or bool(self.architectures)
-                     and not any(unfit(built, self.architectures))))
+                     and all(has_code(built, one) for one in self.architectures)))
 
     def __str__(self) -> str:
         kind = {"gloo": "Gloo", "cuda": "Gloo; GPU tensors pass through the CPU",
