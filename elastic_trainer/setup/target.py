@@ -94,8 +94,9 @@ class Target:
                      and all(has_code(built, one) for one in self.architectures)))
 
     def __str__(self) -> str:
+        version = f" {self.nccl.version}" if self.nccl else ""
         kind = {"gloo": "Gloo", "cuda": "Gloo; GPU tensors pass through the CPU",
-                "nccl": f"Gloo and NCCL {self.nccl.version if self.nccl else ''}"}[self.gpu]
+                "nccl": f"Gloo and NCCL{version}"}[self.gpu]
         gpus = f", for {gpus_text(self.architectures)}" if self.gpu != "gloo" else ""
         return f"torch {self.torch.version} ({kind}{gpus})"
 
