@@ -76,8 +76,7 @@ class Commands:
             with open(self.log, errors="replace") as shown:
                 shown.seek(begin)
                 cause = cause_of(shown.read())
-            failed = f"failed: {' '.join(map(str, command))}. The log: {self.log}"
-            raise SetupFailed(f"{cause}\n{failed}")
+            raise SetupFailed(f"{cause}\nThe log of the failed command: {self.log}")
 
     def pip(self, *command: str | Path, env: dict[str, str] | None = None) -> None:
         """Run this environment's pip. Raises SetupFailed."""
