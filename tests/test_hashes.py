@@ -174,7 +174,7 @@ def test_no_index_is_asked_but_by_hash() -> None:
     words = [[ast.unparse(word) for word in node.args] for node in ast.walk(tree)
              if isinstance(node, ast.Call) and ast.unparse(node.func) == "commands.pip"]
     words = [call for call in words if call[0] != "'uninstall'"]
-    assert len(words) == 4 and all("'--no-deps'" in call for call in words)
+    assert len(words) == 5 and all("'--no-deps'" in call for call in words)
     assert sorted(call[-1] for call in words
                   if "'--require-hashes'" not in call) == ["sources", "wheel"]
 
