@@ -23,7 +23,8 @@ shift 2
 
 find_python() {
     local candidate
-    for candidate in "python$version" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version"*/bin/python; do
+    local pyenv=${PYENV_ROOT:-$HOME/.pyenv}/versions
+    for candidate in "python$version" "$pyenv/$version"*/bin/python; do
         if "$candidate" -I -c '' 2>/dev/null; then
             command -v "$candidate"
             return
