@@ -188,7 +188,8 @@ class Common(TypedDict, total=False):
     """Divide gradients by this number before they are sent in 16 bits, and multiply the sum by it,
     so that "fp16" does not overflow."""
     bucket_bytes: Annotated[int | None, Option(None, change="harmless")]
-    """How much of the gradient the reducer "ring" sends at once, in bytes; None: 1 MiB."""
+    """How much of the gradient is sent at once, in bytes; None: 25 MiB on GPUs; on CPUs 1 MiB with
+    the reducer "ring", and 16 MiB with "exact". The bits of "exact" do not depend on it."""
     cpu_threads: Annotated[int, Option(1, ge=1)]
     """The number of torch's threads. It is part of the arithmetic, so the same on every worker."""
     on_nan: Annotated[str, Option("raise", choices=("raise", "skip", "continue"))]

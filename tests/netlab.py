@@ -521,3 +521,20 @@ class Fleet(Cluster):
     def newest_step(self) -> int:
         """Return the number of the newest finished step."""
         return int(self.events("worker.step_committed")[-1]["step"])
+
+
+def sent_gradients(lab: Lab, folder: Path, slots: int, mib: int, steps: int) -> float:
+    """Train with a large gradient on two hosts of this many slots; return how many gradients the
+    host that sends most has sent in a step, by the counters of its interface."""
+    names = ["h1", "h2"]
+    lab.boot(COORDINATOR, *names)
+    job = [sys.executable, str(Path(__file__).parent / "bench" / "jobs" / "wide.py"), "--mib",
+           str(mib), "--microbatches", str(2 * slots), "--steps", str(steps)]
+    fleet = Fleet(lab, folder, names * slots, command=job)
+    fleet.hosts_file.write_text("".join(f"{name}:{slots}\n" for name in names))
+    with fleet:
+        assert fleet.wait(600) == 0, fleet.story()
+        assert {e["size"] for e in fleet.events("worker.generation_started")} == {2 * slots}
+    sent = [int(lab.inside(name, "cat", f"/sys/class/net/{lab.hosts[name].interface}/statistics/"
+                                        "tx_bytes")) for name in names]
+    return max(sent) / steps / (mib << 20)

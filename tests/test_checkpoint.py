@@ -156,7 +156,7 @@ class Fleet:
                 results[rank] = error  # all raise the first one together; a peer has gone
             except StoreUnavailable as error:
                 results[rank] = error
-                hub.barrier.abort()
+                hub.abort()
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
         for thread in threads:

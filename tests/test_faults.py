@@ -72,6 +72,21 @@ def test_loses_nothing_when_a_worker_is_killed(tmp_path: Path, twin_of: Twin,
     assert result["attempts"] == 1
 
 
+def test_loses_nothing_when_workers_die_while_buckets_are_on_their_way(
+        tmp_path: Path, twin_of: Twin) -> None:
+    """SIGKILL in a backward pass, when others hold a part of the victim's gradient. In one of two
+    passes in a row its gradient leaves."""
+    job = (*FEW, "--bucket-bytes", "16384")
+    plan = Plan()
+    for rank, passes in {1: 20, 2: 31, 3: 42}.items():
+        plan.kill(host=host(rank), at="gradient", passes=passes)
+    with Cluster(tmp_path, hosts=6, job=job, plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=3)
+    assert result["steps_redone"] <= 3
+    assert result["attempts"] == 1
+
+
 def test_rolls_forward_when_only_the_others_saw_the_vote_pass_and_leaves_when_terminated(
         tmp_path: Path, twin_of: Twin) -> None:
     """A worker whose vote broke off, while others have applied the step, applies the gradient in

@@ -55,18 +55,23 @@ def job_of(model: Model, optimizer: Callable[[Model], torch.optim.Optimizer] = s
 
 # --- code that writes to .grad --------------------------------------------------------------------
 
-def with_hooks(act: Callable[[torch.nn.Parameter], None]) -> Model:
+def with_hooks(act: Callable[[torch.nn.Parameter], None], parameters: slice) -> Model:
     model = built()
-    for parameter in model.parameters():
+    for parameter in list(model.parameters())[parameters]:
         parameter.register_post_accumulate_grad_hook(act)
     return model
 
 
-def test_a_hook_that_changes_a_gradient_on_its_way_is_an_error(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `ring` a hook that the warm-up has not seen comes after the network has begun."""
+@pytest.mark.parametrize("parameters", [slice(None), slice(0, 1), slice(1, None)],
+                         ids=["all", "last in the pass", "all but the last"])
+def test_a_hook_that_changes_a_gradient_on_its_way_changes_that_of_its_microbatch(
+        parameters: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up has not seen it, and the network may have begun: the micro-batches of that worker
+    are run again, with the bits that it has sent. `ring` sums in place, so there it is an error
+    once a part was sent."""
     # The last gradients wait for the pass to end.
-    monkeypatch.setattr("elastic_trainer.reduce.ring.BUCKET_BYTES", 64)
+    for reducer in ("ring", "exact"):
+        monkeypatch.setattr(f"elastic_trainer.reduce.{reducer}.BUCKET_BYTES", 64)
 
     def make() -> dict[str, Any]:
         is_late = [False]
@@ -75,13 +80,41 @@ def test_a_hook_that_changes_a_gradient_on_its_way_is_an_error(
             is_late[0] = torch.equal(batch[0], LATE)
             return mse(model, batch)
 
-        return job_of(with_hooks(lambda parameter: clamp(parameter) if is_late[0] else None),
-                      loss=loss)
+        return job_of(with_hooks(lambda parameter: clamp(parameter) if is_late[0] else None,
+                                 parameters), loss=loss)
 
-    with pytest.raises(RuntimeError,
-                       match='a hook, or code after.*has changed .grad.*reduce="exact"'):
-        in_a_world(2, lambda rank: job(**make()), "ring")
     everywhere(make)
+    if parameters == slice(0, 1):
+        with pytest.raises(RuntimeError,
+                           match='a hook, or code after.*has changed .grad.*reduce="exact"'):
+            in_a_world(2, lambda rank: job(**make()), "ring")
+    else:  # nothing was sent: the first bucket was not as autograd left it
+        in_a_world(2, lambda rank: job(**make()), "ring")
+
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+def test_a_gradient_that_changes_after_it_was_sent_is_an_error(
+        reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that comes after ours, in a later step, changes what others have already."""
+    monkeypatch.setattr(f"elastic_trainer.reduce.{reduce}.BUCKET_BYTES", 64)
+
+    def make() -> dict[str, Any]:
+        model, is_late = built(), [False]
+
+        def loss(model: Model, batch: Any) -> torch.Tensor:
+            is_late[0] = torch.equal(batch[0], LATE)
+            return mse(model, batch)
+
+        def after_step(step: int) -> None:
+            if step == 0:
+                first = next(model.parameters())  # the last one in the pass
+                first.register_post_accumulate_grad_hook(
+                    lambda parameter: clamp(parameter) if is_late[0] else None)
+
+        return job_of(model, after_step=after_step, loss=loss)
+
+    with pytest.raises(RuntimeError, match="has changed .grad in step 2, after a part of it was"):
+        in_a_world(2, lambda rank: job(**make()), reduce)
 
 
 def test_a_16_bit_gradient_is_that_of_its_microbatch_when_loss_zeroes_the_gradients() -> None:

@@ -210,7 +210,7 @@ def test_one_member_gives_all_and_the_other_survivors_keep_theirs() -> None:
                             gives_alone=True)
         transfer.move(scripts[rank].state, [0, 1])
 
-    in_threads(3, move, hub.barrier.abort)
+    in_threads(3, move, hub.abort)
     assert [script.values() for script in scripts] == [before[0], before[1], before[0]]
 
 

@@ -448,7 +448,7 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
                 SystemExit) as error:
             return error
 
-    return in_threads(size, work, hub.barrier.abort)
+    return in_threads(size, work, hub.abort)
 
 
 @pytest.mark.parametrize("error", [Odd, SystemExit])

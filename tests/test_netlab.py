@@ -21,7 +21,17 @@ import hanging
 import pytest
 import s3_servers
 from cluster import weights_alone
-from netlab import COORDINATOR, RUBBISH, Fleet, Lab, Pickled, knock, overheard, store_on
+from netlab import (
+    COORDINATOR,
+    RUBBISH,
+    Fleet,
+    Lab,
+    Pickled,
+    knock,
+    overheard,
+    sent_gradients,
+    store_on,
+)
 from waiting import wait_for
 
 Twin = Callable[..., str]
@@ -298,3 +308,11 @@ def test_a_slow_line_is_named_and_stacks_of_far_workers_come(lab: Lab, tmp_path:
     assert 2 * sum("h3" in link for link in slow["links"]) > len(slow["links"]), slow
     assert (lock["host"], lock["rank"], lock["phase"]) == ("h2", 1, "forward"), lock
     assert "in loss" in lock["stacks"][lock["worker"]]
+
+
+def test_a_host_sends_its_gradient_once_whatever_the_number_of_its_workers(
+        lab: Lab, tmp_path: Path) -> None:
+    """Four workers of each of two hosts: half a gradient goes to the other host, and 7/8 of the sum
+    passes on. If each worker sent its own, it were 2.9 gradients."""
+    sent = sent_gradients(lab, tmp_path, slots=4, mib=4, steps=20)
+    assert 1.375 <= sent <= 1.375 * 1.25, sent

@@ -22,7 +22,7 @@ from test_trainer import Model, loop, trainer_of
 
 from elastic_trainer import ConfigError
 from elastic_trainer.data.seeds import seed_everything
-from elastic_trainer.reduce.exact import tree_sum
+from elastic_trainer.reduce.tree import node_sum
 from elastic_trainer.state.layout import byte_view
 from elastic_trainer.training.precision import precision_of
 
@@ -61,7 +61,7 @@ def plain(model: Model, precision: str, microbatches: int,
     optimizer = adamw(model)
     torch.set_num_threads(1)
     for step in range(SCHEDULE.steps):
-        found: list[dict[tuple[int, int], torch.Tensor]] = [{} for _ in model.parameters()]
+        found: list[dict[range, torch.Tensor]] = [{} for _ in model.parameters()]
         for chosen, weight, microbatch in parts_of(step, microbatches):
             seed_everything(SCHEDULE.microbatch_seed(step, microbatch))
             with autocast(precision):
@@ -69,9 +69,9 @@ def plain(model: Model, precision: str, microbatches: int,
             (scale.scale(loss * weight) if scale else loss * weight).backward()
             for pieces, parameter in zip(found, model.parameters(), strict=True):
                 assert parameter.grad is not None
-                pieces[microbatch, microbatch + 1], parameter.grad = parameter.grad, None
+                pieces[range(microbatch, microbatch + 1)], parameter.grad = parameter.grad, None
         for pieces, parameter in zip(found, model.parameters(), strict=True):
-            parameter.grad = tree_sum(pieces, microbatches)
+            parameter.grad = node_sum(pieces, range(microbatches), microbatches)
         if scale:
             scale.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

@@ -102,7 +102,7 @@ def test_the_default_sends_what_it_sent() -> None:
     cut = [len(RingReducer(Flat({"w": torch.nn.Parameter(torch.zeros(1 << 10, 10))}, {},
                                 torch.device("cpu")), 2, Sending(bucket_bytes=by)).buckets)
            for by in (None, 1024)]
-    assert cut == [2, 2]  # a parameter is not cut
+    assert cut == [1, 1]  # a parameter is not cut
 
 
 def test_statistics_and_logged_sums_are_exact_when_gradients_are_compressed(
@@ -152,7 +152,6 @@ def test_the_report_shows_what_is_sent(tmp_path: Path) -> None:
     ({"predivide": 8.0}, "predivide is 8.0, but gradients are sent in 32 bits"),
     ({"predivide": 0.0, "compress": True}, "predivide is 0.0. Use a positive number"),
     ({"bucket_bytes": 10}, "bucket_bytes is 10. Use a whole number from 1024"),
-    ({"bucket_bytes": 4096, "reduce": "exact"}, "bucket_bytes is 4096, but reduce is.*no buckets"),
     ({"compress": "bf16", "reduce": "exact"}, "compress is 'bf16', but reduce is"),
     ({"reduce": "adasum"}, "Adasum.*worlds of a power of two.*Use reduce=.exact"),
     ({"reduce": hvd.Adasum}, "Adasum.*cannot|Adasum.*could not be done again"),

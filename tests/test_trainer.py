@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated import Hub, Member, in_threads
+from simulated import Hub, Key, Member, in_threads
 from test_loop import (
     DATA,
     INPUT,
@@ -160,11 +160,7 @@ class Meeting(Hub):
 
     def __init__(self, size: int):
         super().__init__(size)
-        self.door = threading.Barrier(size, action=self._renew)
-
-    def _renew(self) -> None:
-        self.barrier = threading.Barrier(self.size)
-        self.board.clear()
+        self.door = threading.Barrier(size, action=self.renew)
 
 
 class Doors(Session):
@@ -179,15 +175,15 @@ class Doors(Session):
         self.hub.door.wait(30)
 
     def close_sockets(self) -> None:
-        self.hub.barrier.abort()
+        self.hub.abort()
 
 
 class Broken(Member):
     """One member of a world of threads, whose generations break."""
 
-    def _share(self, name: str, value: Any) -> list[Any]:
+    def _take(self, key: Key) -> list[Any]:
         try:
-            return super()._share(name, value)
+            return super()._take(key)
         except threading.BrokenBarrierError as error:
             raise PeersLost("a member is gone, as planned") from error
 
@@ -223,7 +219,7 @@ def in_a_breaking_world(monkeypatch: pytest.MonkeyPatch, size: int,
         return work(rank)
 
     def give_up() -> None:
-        hub.barrier.abort()
+        hub.abort()
         hub.door.abort()
 
     monkeypatch.setattr("elastic_trainer.training.worker.Loop", Seated)

@@ -149,7 +149,11 @@ class Rounds:
     # --- conditions for an offer ----------------------------------------------------------------
 
     def _candidates(self) -> list[Worker]:
-        """Return the workers for the next generation by rank: members, then by their host's age."""
+        """Return the workers for the next generation by rank: members, then by their host's age.
+
+        Workers of one host have consecutive ranks, so that their micro-batches are neighbours, and
+        the sums of a host cross the network once (reduce/exchange.py). Rank 0 stays.
+        """
         roster = self.roster
         ready = [w for w in roster.alive()
                  if w.phase in (Phase.STANDBY, Phase.WAITING) and roster.is_wanted(w)
@@ -157,7 +161,9 @@ class Rounds:
         seats = {name: rank for rank, name in enumerate(roster.members)}
         ready.sort(key=lambda w: (seats.get(w.name, len(seats)), roster.hosts[w.host].order,
                                   w.slot, w.ready_at))
-        return ready[: self.max_workers]
+        chosen = ready[: self.max_workers]
+        hosts = [w.host for w in chosen]
+        return sorted(chosen, key=lambda w: hosts.index(w.host))
 
     def _may_begin(self, candidates: list[Worker], now: float) -> bool:
         """True when the first generation has enough workers, and more would come too late."""

@@ -10,8 +10,8 @@ One buffer: | micro-batches run | to be trained | statistics | used | tally | ma
 What always holds:
 1. There is a buffer for each type that any parameter has, trained or not. So all workers take part
    in the same collectives.
-2. What is known before the backward pass has the same length on all workers. So `ring` learns from
-   it whether the gradients have the same length, too.
+2. Whether the buffers of all workers have the same lengths is known before they are read
+   (agreement.py).
 3. The counts say in how many micro-batches each parameter of the model was to be trained, and in
    how many it got a gradient. From them follows whether all micro-batches trained the same
    parameters, and which parameters no micro-batch has used.
@@ -308,14 +308,6 @@ class Flat:
         sums[torch.float32][self.layout.mark] += mark
 
     # --- what the reduced sums say ----------------------------------------------------------------
-
-    def agreed(self, head: torch.Tensor) -> list[bool]:
-        """Return which parameters all micro-batches of the step were to train. Raises SetsDiffer if
-        it was not one set."""
-        run, *counts = head[: self.layout.statistics_start].tolist()
-        if any(count not in (0.0, run) for count in counts):
-            raise SetsDiffer
-        return [count > 0 for count in counts]
 
     def copy_facts(self) -> None:
         """Let the host have all of the reduced sums that it decides by: one copy, for which nobody

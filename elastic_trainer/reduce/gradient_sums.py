@@ -20,6 +20,9 @@ What always holds:
 Each operation in place increments the version of a view. So the version of its view tells that
 `.grad` was written (`.data` has a version of its own). One backward pass adds once to a gradient;
 more additions come from a hook, or from reentrant checkpointing.
+
+Versions and gradients are read with `map`, one call for all parameters: these checks run for each
+micro-batch, and a loop in Python over 150 parameters took as long as the kernels of a small model.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter, is_, sub
 
 import torch
 
@@ -58,6 +62,8 @@ CLIPPED_AFTER = (
     "the gradient was clipped or scaled after the inner loop, where it has no effect: the step is "
     f"applied already. {CLIP} For backward passes of your own there, use torch.autograd.grad.")
 
+VERSION, GRADIENT = attrgetter("_version"), attrgetter("grad")
+
 
 class Gradients:
     """The parameters of the model, and their `.grad`."""
@@ -73,6 +79,7 @@ class Gradients:
         later write would not be seen otherwise."""
         self._applied: tuple[torch.Tensor, int, torch.Tensor] | None = None
         """Of the last step that was applied: a gradient, its version, and its first elements."""
+        self.begin()
 
     def lay_out(self, members: Sequence[int], views: list[torch.Tensor]) -> None:
         """Train these parameters (by number), whose sums are these views. No `.grad` is set yet."""
@@ -86,6 +93,7 @@ class Gradients:
         with_view = {id(parameter) for parameter, is_narrow
                      in zip(self.parameters, self.narrow, strict=True) if not is_narrow}
         self._without_view = [p for p in self.everyone if id(p) not in with_view]
+        self._has_narrow = any(self.narrow)
         self._views, self._counted = views, [0] * len(members)
         if not self.isolates:
             for parameter in self.everyone:
@@ -99,11 +107,19 @@ class Gradients:
                 parameter.grad = view if parameter.dtype == view.dtype else None
 
     def hand_out(self, used: Sequence[float]) -> None:
+        if self._are_handed_out(used):
+            return
         views = dict(zip(self.members, self._views, strict=True))
         for number, parameter in enumerate(self.everyone):
             gradient = views[number] if used[number] else None
             if parameter.grad is not gradient:  # setting it takes longer than this comparison
                 parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
+
+    def _are_handed_out(self, used: Sequence[float]) -> bool:
+        """True if each `.grad` is as `hand_out` sets it: the usual case."""
+        return (all(map(used.__getitem__, self.members))
+                and all(map(is_, map(GRADIENT, self.parameters), self._views))
+                and all(parameter.grad is None for parameter in self._without_view))
 
     def trained_now(self) -> list[bool]:
         return [p.requires_grad for p in self.everyone]
@@ -116,18 +132,18 @@ class Gradients:
     # --- one micro-batch
     # --------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Begin a step: note where the parameters lie, and their versions."""
+        self._places = [parameter.data_ptr() for parameter in self.everyone]
+        self._versions = list(map(VERSION, self.everyone))
+
     def open(self) -> None:
         self._left = []
-        self._written = self._writes()
+        self._versions = list(map(VERSION, self.everyone))
         for parameter in self.everyone if self.isolates else self._without_view:
             parameter.grad = None
         if not self.isolates:
-            self._counted = [view._version for view in self._views]
-
-    def _writes(self) -> list[tuple[int, int]]:
-        """Return the version and the address of each parameter. cuDNN's RNNs move their weights,
-        which is no write."""
-        return [(p._version, p.data_ptr()) for p in self.everyone]
+            self._counted = list(map(VERSION, self._views))
 
     def check_parameters(self) -> None:
         """Raise ParametersWritten if a parameter was changed in place since the micro-batch was
@@ -135,12 +151,14 @@ class Gradients:
 
         No version counts a write to `.data`. The warm-up finds those by the values.
         """
-        if (now := self._writes()) != self._written:
-            pairs = zip(self.names, self._written, now, strict=True)
-            changed = [name for name, (was, at), (version, place) in pairs
-                       if version != was and place == at]
+        if (now := list(map(VERSION, self.everyone))) != self._versions:
+            pairs = zip(self.names, self.everyone, self._versions, now, self._places, strict=True)
+            # cuDNN's RNNs move their weights, which is no write.
+            changed = [name for name, parameter, was, version, place in pairs
+                       if version != was and parameter.data_ptr() == place]
             if changed:
                 raise ParametersWritten(parameters_stay(changed))
+            self.begin()
 
     def check_untouched(self) -> None:
         if not self.isolates and (any(self._additions()) or any(p.grad is not None
@@ -150,10 +168,20 @@ class Gradients:
     def _additions(self) -> list[int]:
         """Return how often each gradient was written to since the micro-batch was opened; -1:
         another tensor is in its place."""
+        additions = list(map(sub, map(VERSION, self._views), self._counted))
+        if all(map(is_, map(GRADIENT, self.parameters), self._views)):
+            return additions
         return [int(parameter.grad is not None) if is_narrow
-                else view._version - counted if parameter.grad is view else -1
-                for parameter, view, counted, is_narrow in zip(
-                    self.parameters, self._views, self._counted, self.narrow, strict=True)]
+                else added if parameter.grad is view else -1
+                for parameter, view, added, is_narrow in zip(
+                    self.parameters, self._views, additions, self.narrow, strict=True)]
+
+    def are_added(self, members: Sequence[int]) -> bool:
+        """True if the backward pass in flight has added to each of these trained parameters'
+        gradients, once, and nothing else has."""
+        views = self._views
+        return all(views[member]._version == self._counted[member] + 1
+                   and self.parameters[member].grad is views[member] for member in members)
 
     def note_left(self) -> None:
         """Note what the backward pass of a micro-batch has left in `.grad` (rule 3).
@@ -161,7 +189,7 @@ class Gradients:
         Not in the views: there a later write counts as a second addition, after which the
         micro-batch is run again, isolated. So this costs the usual step nothing.
         """
-        if self.isolates or any(self.narrow):
+        if self.isolates or self._has_narrow:
             self._left = [(gradient := parameter.grad, _version(gradient))
                           for parameter in self.parameters]
 
@@ -213,9 +241,9 @@ class Gradients:
         if self.isolates:
             return self._add_isolated(self._views)
         used = self._additions()
-        if not all(0 <= additions <= 1 for additions in used):
+        if not set(used) <= {0, 1}:
             raise GradientsWritten
-        if any(self.narrow):
+        if self._has_narrow:
             self._add_isolated([view if is_narrow else None
                                 for view, is_narrow in zip(self._views, self.narrow, strict=True)])
         return used

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 
 from elastic_trainer.events.trace import Trace
+from elastic_trainer.reduce.agreement import agreed, message_of
 from elastic_trainer.reduce.flat import Flat, Sums
 from elastic_trainer.schedule.schedule import owned_microbatches
 
@@ -37,12 +38,17 @@ class Collectives(Protocol):
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host."""
 
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any: ...
     def wait(self, handle: Any) -> torch.Tensor: ...
     def exchange_start(self, tensor: torch.Tensor, splits: list[int], name: str) -> Any: ...
     def exchanged(self, handle: Any) -> tuple[torch.Tensor, list[int]]: ...
+    def allgather_start(self, tensor: torch.Tensor, name: str) -> Any: ...
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor: ...
+    def is_done(self, handle: Any) -> bool: ...
 
 
 class Reducer(ABC):
@@ -50,16 +56,23 @@ class Reducer(ABC):
 
     def __init__(self, flat: Flat, microbatches: int):
         self.flat, self.microbatches = flat, microbatches
+        self._message: Any = None
+        self._run = 0
+        """The number of micro-batches in the message to all workers."""
 
-    def begin(self, world: Collectives) -> range:
-        """Start a step; returns the micro-batches that this worker runs, in order."""
+    def begin(self, world: Collectives, *, again: bool = False) -> range:
+        """Start a step; returns the micro-batches that this worker runs, in order. `again`: it runs
+        the micro-batches of the step in flight again, and what was sent of it holds."""
         self.flat.microbatches_run = 0
+        self.flat.gradients.begin()
         mine = owned_microbatches(world.rank, world.size, self.microbatches)
-        self._begin(world, mine)
+        if not again:
+            self._message = None
+        self._begin(world, mine, again)
         return mine
 
     @abstractmethod
-    def _begin(self, world: Collectives, mine: range) -> None: ...
+    def _begin(self, world: Collectives, mine: range, again: bool) -> None: ...
 
     def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
         """Announce the next micro-batch; call the result after its backward pass."""
@@ -82,8 +95,22 @@ class Reducer(ABC):
         return None
 
     def has_sent(self) -> bool:
-        """True if other workers hold a part of this step already."""
+        """True if other workers hold a part of this step that this worker could not send again."""
         return False
+
+    def _send_message(self, world: Collectives, run: int) -> None:
+        """Tell all workers what this one trains in this number of micro-batches, once a step."""
+        if self._message is None:
+            self._run, self._message = run, world.allreduce_start(
+                message_of(self.flat, run), "reduce.message")
+
+    def _agreed(self, world: Collectives) -> list[bool] | None:
+        """Return which parameters all micro-batches train; None if none was run. Network.
+
+        Raises SetsDiffer, on all workers alike.
+        """
+        message, self._message = self._message, None
+        return agreed(world.wait(message).tolist(), world.size)
 
     def mine(self) -> Sums:
         """Return sums that go into this worker's part of the step, after its last micro-batch."""
@@ -126,6 +153,13 @@ class TracedWorld:
     def size(self) -> int:
         return self.world.size
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        return self.world.hosts
+
+    def is_done(self, handle: Any) -> bool:
+        return self.world.is_done(handle.handle)
+
     def allreduce_start(self, tensor: torch.Tensor, name: str) -> Any:
         began = self.trace.now()
         return Sent(self.world.allreduce_start(tensor, name), name, tensor.nbytes, began)
@@ -139,6 +173,10 @@ class TracedWorld:
 
     def exchanged(self, handle: Any) -> tuple[torch.Tensor, list[int]]:
         return self._waited(handle, lambda: self.world.exchanged(handle.handle))
+
+    def allgather_start(self, tensor: torch.Tensor, name: str) -> Any:
+        began = self.trace.now()
+        return Sent(self.world.allgather_start(tensor, name), name, tensor.nbytes, began)
 
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return self._waited(Sent(None, name, tensor.nbytes, self.trace.now()),

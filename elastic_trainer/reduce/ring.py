@@ -9,8 +9,8 @@ gradient, and each worker adds its slice in 32 bits; an allgather returns the su
 What always holds:
 1. The buffers are cut into buckets. A bucket is sent when autograd has completed its gradients, in
    the last micro-batch of this worker.
-2. The first bucket holds what is known before the backward pass. It has the same length on all
-   workers, and shows whether the other buckets have.
+2. Whether the buckets of all workers have the same lengths is known from a message of its own
+   (agreement.py).
 3. The bits depend on the world size. They are the same on all workers.
 4. In 16 bits an element is rounded twice in all, whatever the world's size, and a worker sends as
    many bytes as in a ring allreduce of 16 bits (where each hop rounds). Only gradients are cast.
@@ -25,17 +25,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.reduce.buckets import GPU_BUCKET_BYTES, Bucket, Filling
 from elastic_trainer.reduce.flat import ALIGNED, Flat
 from elastic_trainer.reduce.reducer import Collectives, Reducer
 
 BUCKET_BYTES = 1 << 20
-"""How much of the gradient is sent at once: small enough to start early, large enough for the
-network."""
+"""How much of the gradient is sent at once, on a CPU: small enough to start early, large enough for
+the network."""
 LEAST_BUCKET_BYTES = 1 << 10
 COMPRESSED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MEASURED_EVERY = 100
@@ -78,13 +80,10 @@ class Sending:
 
     def require(self, reduce: str, has_scaler: bool) -> None:
         """Raise ConfigError for what this reducer cannot do."""
-        given = {"compress": self.compress, "bucket_bytes": self.bucket_bytes}
-        if reduce == "exact" and (name := next((n for n in given if given[n] is not None), None)):
-            because = ("which sends its sums uncompressed" if name == "compress" else
-                       "which has no buckets: a slice is sent when all its micro-batches are added")
+        if reduce == "exact" and self.compress is not None:
             raise ConfigError(
-                f"{name} is {given[name]!r}, but reduce is \"exact\", {because}. Use "
-                f"reduce=\"ring\" (--reduce ring), or leave {name} out.")
+                f"compress is {self.compress!r}, but reduce is \"exact\", which sends its sums "
+                f"uncompressed. Use reduce=\"ring\" (--reduce ring), or leave compress out.")
         if self.compress == "fp16" and not has_scaler:
             raise ConfigError(
                 "compress is 'fp16' without a scaler, so a gradient over 65,504 would become "
@@ -166,16 +165,6 @@ class Narrow:
                    relative_error=float(f"{lost / norm:.3g}"))
 
 
-class Bucket(NamedTuple):
-    """A piece of the flat buffers that one allreduce sums."""
-
-    dtype: torch.dtype
-    start: int
-    stop: int
-    members: list[int]
-    """The parameters whose gradients it holds, by their place among those that are trained."""
-
-
 class RingReducer(Reducer):
     """Float allreduce in place; gradients in 16 bits go another way (Narrow). `note` gets the facts
     of these."""
@@ -183,142 +172,108 @@ class RingReducer(Reducer):
     def __init__(self, flat: Flat, microbatches: int, sending: Sending | None = None,
                  note: Callable[..., None] = lambda **_: None):
         super().__init__(flat, microbatches)
-        self._bucket_bytes = (sending and sending.bucket_bytes) or BUCKET_BYTES
+        self._bucket_bytes = (sending and sending.bucket_bytes) or (
+            GPU_BUCKET_BYTES if flat.device.type == "cuda" else BUCKET_BYTES)
         self._narrow = Narrow(sending, note) if sending and sending.dtype else None
-        self._started: dict[int, Any] = {}
-        self._world: Collectives | None = None
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._started: list[Any] = []
+        """The buckets that were sent, in their order."""
         self._plan()
 
     def _plan(self) -> None:
-        """Cut the buffers as they are now, and ask autograd for a call at each complete
-        gradient."""
+        """Cut the buffers as they are now."""
         self.flat.add_into(self.flat.sums)
         self.buckets = self._cut()
-        self._bucket_of = {number: place for place, bucket in enumerate(self.buckets)
-                           for number in bucket.members}
-        self._missing = [0] * len(self.buckets)
-        for hook in self._hooks:
-            hook.remove()
-        parameters: list[Any] = self.flat.gradients.parameters  # torch gives the method no types
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, number=number: self._ready(number))
-            for number, parameter in enumerate(parameters)
-        ]
+        self._filling = Filling(self.flat.gradients, self.buckets)
 
     def _cut(self) -> list[Bucket]:
-        """Cut the buffers into buckets: what is known before the backward pass, then the gradients,
-        those of the last parameters first.
+        """Cut the buffers into buckets: the gradients, those of the last parameters first, and what
+        stands in front of them.
 
-        The counts of the parameters used are complete last. They go with the last gradients: a
-        bucket of their own takes a cycle of Horovod (0.8 ms, measured).
+        The front is complete last. It goes with the last gradients: a bucket of its own takes a
+        cycle of Horovod (0.8 ms, measured).
         """
-        layout = self.flat.layout
-        buckets = [Bucket(torch.float32, 0, layout.early_stop, [])]
+        layout, buckets = self.flat.layout, list[Bucket]()
         for number, (dtype, start, stop) in reversed([*enumerate(layout.places)]):
-            last = buckets[-1]
-            is_next = last.dtype == dtype and stop == last.start
-            if is_next and (last.stop - start) * 4 <= self._bucket_bytes:
+            last = buckets[-1] if buckets else None
+            if last and last.dtype == dtype and stop == last.start and (
+                    last.stop - start) * 4 <= self._bucket_bytes:
                 buckets[-1] = Bucket(dtype, start, last.stop, [*last.members, number])
             else:
                 buckets.append(Bucket(dtype, start, stop, [number]))
-        last = buckets[-1]
-        ends_at_counts = last.dtype == torch.float32 and last.start - layout.head_stop < ALIGNED
-        if last.members and ends_at_counts and not self._narrow:
-            return [*buckets[:-1], last._replace(start=layout.early_stop)]
-        return [*buckets, Bucket(torch.float32, layout.early_stop, layout.head_stop, [])]
+        last = buckets[-1] if buckets else None
+        if last and not self._narrow and (
+                last.dtype == torch.float32 and last.start - layout.head_stop < ALIGNED):
+            return [*buckets[:-1], last._replace(start=0)]
+        return [*buckets, Bucket(torch.float32, 0, layout.head_stop, [])]
 
-    def _count_missing(self) -> list[int]:
-        """Return how many gradients each bucket waits for. The last one waits for the counts
-        too."""
-        return [len(bucket.members) + (place == len(self.buckets) - 1)
-                for place, bucket in enumerate(self.buckets)]
-
-    def _begin(self, world: Collectives, mine: range) -> None:
+    def _begin(self, world: Collectives, mine: range, again: bool) -> None:
+        self._filling.rest()
         for tensor in self.flat.sums.values():
             tensor.zero_()
         self.flat.add_into(self.flat.sums)
-        self._world, self._started = None, {}
+        self._started = []
         if self._narrow:
             self._narrow.begin(world.rank)
 
     def _laid_out(self) -> None:
+        self._filling.remove()
         self._plan()
-        self._missing = self._count_missing()
 
     def has_sent(self) -> bool:
         return bool(self._started)
 
-    def microbatch(self, microbatch: int, is_last: bool) -> Callable[[], None]:
-        if is_last:
-            self._missing = self._count_missing()
-        return lambda: None
-
     def overlap(self, world: Collectives) -> None:
         gradients = self.flat.gradients
-        self._world = None if gradients.isolates or any(gradients.narrow) else world
+        if not (world.size == 1 or gradients.isolates or any(gradients.narrow)):
+            self._send_message(world, self.flat.microbatches_run + 1)
+            self._filling.watch(partial(self._send_full, world))
 
-    def _ready(self, number: int) -> None:
-        """Count a gradient that is complete, and send its bucket if it was the last one there."""
-        if self._world is None or self._world.size == 1:
-            return
-        bucket = self._bucket_of[number]
-        self._missing[bucket] -= 1
-        if self._missing[bucket] == 0:
-            if 0 not in self._started:
-                # It is known since the loss was. Together with this bucket it takes no cycle of
-                # Horovod for itself.
-                self._start(0, self._world)
-            # Buckets fill in the same order on all workers if the graphs are the same. Horovod's
-            # negotiation works with any order.
-            self._start(bucket, self._world)
+    def _send_full(self, world: Collectives) -> None:
+        """Send the buckets that are full, in order. The last one waits for the counts."""
+        while len(self._started) < len(self.buckets) - 1 and (
+                self._filling.is_full(len(self._started))):
+            self._start(world)
 
-    def _start(self, bucket: int, world: Collectives) -> None:
-        dtype, start, stop, members = self.buckets[bucket]
+    def _start(self, world: Collectives) -> None:
+        dtype, start, stop, members = self.buckets[len(self._started)]
         piece = self.flat.sums[dtype][start:stop]
-        name = f"ring.{bucket}"
+        name = f"ring.{len(self._started)}"
         # Buckets without gradients keep their 32 bits.
-        self._started[bucket] = (self._narrow.start(piece, world, name) if self._narrow and members
-                                 else (world.allreduce_start(piece, name), None))
+        self._started.append(self._narrow.start(piece, world, name) if self._narrow and members
+                             else (world.allreduce_start(piece, name), None))
 
     def send(self, world: Collectives) -> None:
         """Start the buckets that are not on their way: those of unused parameters, and the
         counts."""
-        self._world = None
-        if world.size == 1:
-            return
-        is_idle = not self.flat.microbatches_run and not self._started
-        for bucket in range(1 if is_idle else len(self.buckets)):
-            if bucket not in self._started:
-                self._start(bucket, world)
+        self._filling.rest()
+        if world.size > 1:
+            self._send_message(world, self.flat.microbatches_run)
+            if self._run:
+                self._start_all(world)
+
+    def _start_all(self, world: Collectives) -> None:
+        while len(self._started) < len(self.buckets):
+            self._start(world)
 
     def finish(self, world: Collectives) -> None:
         if world.size == 1:
-            self.flat.agreed(self.flat.sums[torch.float32])
             return
-        # The first bucket has the same length on all workers (rule 2).
-        early = world.wait(self._started.pop(0)[0])
-        trained = self.flat.agreed(early)
-        if not early[0]:
+        trained = self._agreed(world)
+        if trained is None:
             return  # no worker has run a micro-batch: the vote says why
-        if not self._started:
-            self._follow(trained, early)
-            for bucket in range(1, len(self.buckets)):
-                self._start(bucket, world)
+        if not self._run:
+            self._follow(trained)
+            self._start_all(world)
         if self._narrow:
-            # By number: on a worker in its first step they may have filled in another order.
-            self._narrow.finish(world, [
-                one for _, one in sorted(self._started.items()) if one[1] is not None])
-        for handle, piece in self._started.values():
+            self._narrow.finish(world, [one for one in self._started if one[1] is not None])
+        for handle, piece in self._started:
             if piece is None:
                 world.wait(handle)
-        self._started = {}
+        self._started = []
 
-    def _follow(self, trained: list[bool], early: torch.Tensor) -> None:
+    def _follow(self, trained: list[bool]) -> None:
         """Have buffers for what the others train: this worker has run no micro-batch, and sends
         zeros."""
         if trained != self.flat.trained:
             self.flat.gradients.adopt(trained)
             self.lay_out(trained)
-            self.flat.sums[torch.float32][: self.flat.layout.early_stop].copy_(early)

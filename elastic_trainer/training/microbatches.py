@@ -13,7 +13,7 @@ What always holds:
 2. An exception of the user's code is kept for the vote: all workers stop at the same point. One
    that the machine has caused is raised at once: the others do the step again without this worker.
 3. If the user's code writes to `.grad`, this worker runs its micro-batches again, each with
-   gradients of its own. No sum has left this worker before.
+   gradients of its own. What has left this worker before has the same bits.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Microbatches:
                  is_broken: Callable[[], bool]):
         self.job, self.state, self.flat = work.job, work.state, work.flat
         self.reducer, self.scaling = work.reducer, work.scaling
+        self._other_reducer = "" if work.reduce == "exact" else ', or use reduce="exact"'
         self._fault_of_machine, self._is_broken = fault_of_machine, is_broken
         self.trace, self._handed_ns = work.events.trace, 0
         self.error: BaseException | None = None
@@ -77,14 +78,14 @@ class Microbatches:
         try:
             return (yield from self._run(step, world, error))
         except GradientsWritten:
-            # Nothing has left this worker: its micro-batches are run again, each by itself.
+            # Nothing wrong has left this worker: its micro-batches are run again, each by itself.
             self.flat.gradients.isolates = True
-            return (yield from self._run(step, world, error))
+            return (yield from self._run(step, world, error, again=True))
 
-    def _run(self, step: int, world: World,
-             error: BaseException | None) -> Generator[Microbatch, None, tuple[int, int]]:
+    def _run(self, step: int, world: World, error: BaseException | None, *,
+             again: bool = False) -> Generator[Microbatch, None, tuple[int, int]]:
         job, samples, digest = self.job, 0, 0
-        mine = self._mine = self.reducer.begin(world)
+        mine = self._mine = self.reducer.begin(world, again=again)
         self.error, self.losses = error, {}
         self.flat.tally.clear()
         self.left.clear()
@@ -181,8 +182,8 @@ class Microbatches:
                 raise
             raise RuntimeError(
                 f"a hook, or code after the backward pass, has changed .grad in step {step}, "
-                f'after a part of it was sent. Let a hook do so from the first batch on, or use '
-                f'reduce="exact". {CLIP}') from error
+                f"after a part of it was sent. Let a hook do so from the first batch on"
+                f"{self._other_reducer}. {CLIP}") from error
         self.values.check(self.state.model_buffers.adopt())
         self.left.keep(f"micro-batch {microbatch} of step {step}",
                        microbatch == self.job.schedule.first_microbatch(step))

@@ -65,7 +65,8 @@ class Work:
         """Those that the job was built with. A checkpoint brings others."""
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device, job.buffers)
-        self.reducer: Reducer = ExactReducer(self.flat, job.schedule.microbatches)
+        self.reducer: Reducer = ExactReducer(
+            self.flat, job.schedule.microbatches, sending.bucket_bytes)
         if reduce != "exact":
             self.reducer = RingReducer(
                 self.flat, job.schedule.microbatches, sending, lambda **facts: events.emit(

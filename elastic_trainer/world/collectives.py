@@ -45,12 +45,14 @@ class World:
     def __init__(self, is_broken: Callable[[], bool] = lambda: False, mark: Mark | None = None):
         self._is_broken, self._mark = is_broken, mark or Mark()
         self.rank, self.size = 0, 1
+        self.hosts: tuple[int, ...] = (0,)
+        """The number of each rank's host: ranks of one host have one number."""
         self.latest: float | None = None
         """When a collective must have ended (time.monotonic); None: it may take any time."""
 
     def seat(self, rank: int, size: int) -> None:
         """Take a place in the next generation."""
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.hosts = rank, size, tuple(range(size))
 
     def wait(self, handle: int) -> torch.Tensor:
         """Wait for a collective, asleep most of the time. Raises HorovodInternalError, PeersLost,
@@ -59,13 +61,14 @@ class World:
         Horovod's own wait spins a core, takes the GIL at each turn, and never returns after the
         enqueue race (mpi_ops_v2.cc:1121-1128).
         """
-        self._mark.wait()
-        try:
-            self._poll(handle)
-            result: torch.Tensor = synchronize(handle)
-            return result
-        finally:
-            self._mark.waited()
+        if not hvd.poll(handle):
+            self._mark.wait()
+            try:
+                self._poll(handle)
+            finally:
+                self._mark.waited()
+        result: torch.Tensor = synchronize(handle)
+        return result
 
     def _poll(self, handle: int) -> None:
         broken_since, began = None, time.monotonic()
@@ -100,9 +103,17 @@ class World:
         received, counts = self.wait(handle)
         return received, counts.tolist()
 
+    def allgather_start(self, tensor: torch.Tensor, name: str) -> int:
+        """Start to join the tensors of all workers by rank, along the first dimension."""
+        return int(hvd.allgather_async(tensor, name=name))
+
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Return the tensors of all workers, joined by rank along the first dimension."""
-        return self.wait(hvd.allgather_async(tensor, name=name))
+        return self.wait(self.allgather_start(tensor, name))
+
+    def is_done(self, handle: int) -> bool:
+        """Return whether a collective has ended, with its result or an error."""
+        return bool(hvd.poll(handle))
 
     def share_text(self, text: str, root: int) -> str:
         """Return the text of rank `root`, on all workers."""

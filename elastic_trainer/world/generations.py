@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import os
 import time
+import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -125,7 +126,7 @@ class Generations:
 
     def __init__(self, launch: Launch, driver: Driver, events: Events, hooks: Hooks,
                  world: World | None = None, session: Session | None = None):
-        self.driver, self.events, self.hooks = driver, events, hooks
+        self.driver, self.events, self.hooks, self._launch = driver, events, hooks, launch
         self.world = world or World(driver.is_broken, events.trace.mark)
         self.mixture, self.pauses = Mixture(launch, events), Pauses(launch.revived_since)
         self.arithmetic: Arithmetic | None = None
@@ -187,19 +188,18 @@ class Generations:
         self.driver.start(hooks, state.has_state, state.committed, self.arithmetic,
                           meets_at_once=init_can_fail())
 
-    def _enter(self, assigned: RankAssignment) -> None:
-        self._generation, self._change_wanted_since = assigned.generation, None
-        self.world.seat(assigned.rank, assigned.size)
-        self.events.bound.update(generation=assigned.generation, rank=assigned.rank,
-                                 size=assigned.size)
-        if assigned.attempt is not None:
-            self.events.bound["attempt"] = assigned.attempt
+    def _enter(self, place: RankAssignment) -> None:
+        self._generation, self._change_wanted_since = place.generation, None
+        self.world.seat(place.rank, place.size)
+        self.events.bound.update(generation=place.generation, rank=place.rank, size=place.size)
+        if place.attempt is not None:
+            self.events.bound["attempt"] = place.attempt
         self.events.reach("world.place_taken")
         self.pauses.place()
-        self.local_size = assigned.local_size
-        if assigned.size == 1 and not self.hooks.user_reduces:
+        self.local_size = place.local_size
+        if place.size == 1 and not self.hooks.user_reduces:
             return
-        self._session.prepare(assigned, self.hooks.expected_step_s(assigned.size))
+        self._session.prepare(place, self.hooks.expected_step_s(place.size))
         self.events.reach("world.init_entered")
         self._session.start()  # network: a full mesh of connections
         self.events.reach("world.init_left")
@@ -243,8 +243,7 @@ class Generations:
 
     def note_step(self, step: int, step_s: float) -> None:
         """Note that a step has ended; rank 0 logs the cost of the pause before it, if any."""
-        parts = self.pauses.step(step_s)
-        if parts and self.world.rank == 0:
+        if (parts := self.pauses.step(step_s)) and self.world.rank == 0:
             rounded = {name: round(seconds, 4) for name, seconds in vars(parts).items()}
             self.events.emit("worker.pause_ended", step=step,
                              duration_s=round(parts.duration_s, 4), **rounded)
@@ -341,12 +340,14 @@ class Generations:
 
     def _exchange_statuses(self, state: LiveState) -> list[WorkerStatus]:
         """Exchange where each worker stands, by rank. Network: one allgather."""
-        paused_ms = int(1000 * (time.monotonic() - self._left_at))
         mine = torch.tensor([WorkerStatus(
-            state.ticks, state.begun, state.has_state, state.last_vote, paused_ms,
-            self.arithmetic, self.pauses.form(), self.hooks.owes()).encode()], dtype=torch.int64)
+            state.ticks, state.begun, state.has_state, state.last_vote,
+            int(1000 * (time.monotonic() - self._left_at)), self.arithmetic, self.pauses.form(),
+            self.hooks.owes(), zlib.crc32(self._launch.host.encode())).encode()])
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
-        return [WorkerStatus.decode(numbers) for numbers in everyone.tolist()]
+        statuses = [WorkerStatus.decode(numbers) for numbers in everyone.tolist()]
+        self.world.hosts = tuple(status.host for status in statuses)
+        return statuses
 
     def _roll_forward(self, state: LiveState, statuses: Sequence[WorkerStatus],
                       roll_forward: Callable[..., None]) -> None:

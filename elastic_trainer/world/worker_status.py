@@ -29,21 +29,23 @@ class WorkerStatus(NamedTuple):
     pause: Survivor = Survivor(0, 0, 0)
     owes: bool = False
     """True if the user's code has not ended after its last finished step."""
+    host: int = 0
+    """A number of its host: that of another host is another one."""
 
     def encode(self) -> list[int]:
         """Return it as integers."""
         own = self.arithmetic or Arithmetic(0, 0, 0)
         return [self.committed, self.begun, self.has_state, *self.last_vote, self.paused_ms,
-                own.program, own.inputs, own.result, *self.pause, self.owes]
+                own.program, own.inputs, own.result, *self.pause, self.owes, self.host]
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> WorkerStatus:
         """Read the integers of `encode`."""
         committed, begun, has_state, samples, digest, clock_ms, finishes, paused_ms, *more = numbers
-        program, inputs, result, *pause, owes = more
+        program, inputs, result, *pause, owes, host = more
         return WorkerStatus(committed, begun, bool(has_state),
                         (samples, digest, clock_ms, finishes), paused_ms,
-                        Arithmetic(program, inputs, result), Survivor(*pause), bool(owes))
+                        Arithmetic(program, inputs, result), Survivor(*pause), bool(owes), host)
 
 
 def has_state(statuses: Sequence[WorkerStatus]) -> bool:

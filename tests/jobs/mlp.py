@@ -10,6 +10,7 @@ tests/faults.py).
 """
 
 import argparse
+import itertools
 import os
 import time
 from contextlib import nullcontext
@@ -33,6 +34,7 @@ parser.add_argument("--step-s",
 parser.add_argument("--checkpoint-every", type=int, default=20)
 parser.add_argument("--part-bytes", type=int, default=1 << 20)
 parser.add_argument("--reduce")
+parser.add_argument("--bucket-bytes", type=int)
 parser.add_argument("--odd-host",
                     help="the worker on this host computes other bits, as another processor does")
 parser.add_argument("--optimizer", help="one of optimizers.KEPT, or Hidden")
@@ -143,6 +145,10 @@ if injector:
     weight = model[0].weight
     injector.tensors = {"weight": lambda: weight,
                         "moment": lambda: optimizer.state[weight]["exp_avg"]}
+if injector and options.bucket_bytes:
+    passes = itertools.count()
+    # Of the first layer: the gradients of the others are on their way then.
+    model[0].weight.register_hook(lambda _: injector("gradient", {"passes": next(passes)}))
 is_odd = options.odd_host is not None and os.environ.get("HOROVOD_HOSTNAME") == options.odd_host
 
 
@@ -156,7 +162,8 @@ loader = None if options.loader is None else Loader(workers=options.loader, time
 held_out = dataset()
 given = {"global_batch": 64, "microbatches": 8, "seed": 3, "clip_norm": 1.0,
          "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
-         "loader": loader, "reduce": options.reduce, "listeners": injected.listeners}
+         "loader": loader, "reduce": options.reduce, "bucket_bytes": options.bucket_bytes,
+         "listeners": injected.listeners}
 rate = cosine(warmup_steps=5, total_steps=options.steps)
 def is_here_and_now(place: str | None, step: int) -> bool:
     """True on the host, or in the slot, and in the step of a text like "127.0.0.3:12", "slot
