@@ -16,9 +16,9 @@ from cluster import TESTS, Cluster, weights_alone
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 KILL_STEP = 4
-LONGER = {"ddp_after.py": ('until="10 epochs"', 'until="30 epochs"'),
+LONGER = {"ddp_after.py": ('until="10 epochs"', 'until="20 epochs"'),
           "nanogpt_after.py": ("8, 8, 40, 1e-2", "8, 8, 100, 1e-2"),
-          "mnist_after.py": ('until="5 epochs"', 'until="20 epochs"')}
+          "mnist_after.py": ('until="5 epochs"', 'until="10 epochs"')}
 """The changes that make a script long enough to kill a worker in it."""
 ALONE = ("import runpy, sys; "
          "print('weights', runpy.run_path(sys.argv[1])['trainer'].result.weights_sha256)")

@@ -170,7 +170,7 @@ def test_an_attempt_stops_when_another_one_takes_its_store_over(proxy: FaultyPro
                                                                 tmp_path: Path) -> None:
     """There is a second coordinator with an event log of its own. The fleet of the first one is
     fenced: it stops, and logs why."""
-    job = ("--steps", "2000", *JOB[2:])
+    job = ("--steps", "2000", *JOB[2:-1], "0.05", "--checkpoint-every", "5")
     with Cluster(tmp_path / "first", job=job, options=store(tmp_path)) as first:
         first.wait_for("checkpoint", lambda: first.events("state.checkpoint_published"))
         newest = first.events("state.checkpoint_published")[-1]["step"]
