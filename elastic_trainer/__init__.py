@@ -70,4 +70,5 @@ def __getattr__(name: str) -> object:
         found: object = getattr(import_module(f"elastic_trainer.{_WHERE[name]}"), name)
         if needs_horovod:  # now: the user builds the model before the training begins
             import_module("elastic_trainer.training.determinism").choose_kernels()
+            import_module("elastic_trainer.world.standby").stay_off_gpu()
         return found

@@ -29,6 +29,7 @@ import torch
 
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.commit_log import WHY_CHARACTERS, CommitLog, Damaged, Record
+from elastic_trainer.state.device_copies import Copying
 from elastic_trainer.state.layout import MACHINE_BYTES
 from elastic_trainer.state.store import PUT_BYTES, is_name
 
@@ -119,8 +120,10 @@ class Share:
     """The parts of all workers together."""
     pieces: dict[int, torch.Tensor] = field(default_factory=dict)
     """Part number → its bytes, in the memory that is used again."""
+    copying: Copying = field(default_factory=Copying)
+    """What a device may still copy into `pieces`."""
     pause_s: float = 0.0
-    """How long the copy took."""
+    """How long the training waited for the copy."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the record says of the state that was copied."""
     planned_s: float = 0.0

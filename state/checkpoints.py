@@ -52,6 +52,7 @@ class Checkpoints:
         """The last checkpoint was dropped because a worker's tensors differ from rank 0's."""
         self.begun_at: float | None = None
         """When the last checkpoint was begun, if it was not dropped (time.monotonic)."""
+        self._is_pinning_emitted = False
 
     # --- questions; any thread may ask ----------------------------------------------------------
 
@@ -119,11 +120,19 @@ class Checkpoints:
             if self.upload.is_busy():
                 raise StoreUnavailable("the upload before it still holds the memory")
             self.memory.copy(packed, share, rank, size)
+            state.copying = share.copying
+            self._emit_not_pinned()
             share.facts, share.moved = state.facts(), time.monotonic()
             share.pause_s = share.moved - share.started
             self.upload.begin(share, self.known.reusable())
         except Exception as error:  # no memory, no thread
             share.error = f"{type(error).__name__}: {error}"
+
+    def _emit_not_pinned(self) -> None:
+        """Emit, once, that the training waits for each copy, and why."""
+        if (why := self.memory.room.not_pinned) and not self._is_pinning_emitted:
+            self._is_pinning_emitted = True
+            self.emit("state.memory_not_pinned", bytes=self.memory.room.bytes, error=why)
 
     def tick(self) -> None:
         """Let my share go, emit stalls, and give up what hangs. To be called before each vote."""

@@ -17,8 +17,11 @@ import enum
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -63,10 +66,15 @@ class Packed:
     """The classes of named tuples and enumerations that this process knows, by name; None: values
     are only looked at, and such a value is a plain tuple or a name."""
 
+    @cached_property
+    def starts(self) -> list[int]:
+        """The place of each tensor's first byte in the payload, and the end of the payload."""
+        return list(accumulate((t.numel() * t.element_size() for t in self.tensors), initial=0))
+
     @property
     def payload_bytes(self) -> int:
         """The number of bytes of all tensors together."""
-        return sum(t.numel() * t.element_size() for t in self.tensors)
+        return self.starts[-1]
 
 
 def pack(values: Any, classes: dict[str, type] | None = None, *, learns: bool = False) -> Packed:
@@ -199,8 +207,7 @@ UNCHANGING = (tuple, bytes, complex, int, float, str, range, slice, frozenset, e
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes as a flat uint8 tensor on the CPU (a view where that is
-    possible)."""
+    """Return the tensor's bytes as a flat uint8 tensor on the CPU (if possible, a view)."""
     return flat_bytes(plain_tensor(tensor).cpu())
 
 
@@ -212,38 +219,38 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _overlaps(packed: Packed, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice, slice]]:
-    """Yield each tensor with bytes among [start, stop) of the payload, and where: in the tensor,
-    and among those bytes."""
-    at = 0
-    for tensor in packed.tensors:
-        size = tensor.numel() * tensor.element_size()
-        lower, upper = max(start, at), min(stop, at + size)
+def bytes_at(tensor: torch.Tensor, inside: slice) -> torch.Tensor:
+    """Return some of the bytes of a plain tensor, on its device. Of a tensor whose dimensions lie
+    in another order, no more than the rows that have these bytes are copied on the device."""
+    if tensor.is_contiguous():
+        return flat_bytes(tensor).narrow(0, inside.start, inside.stop - inside.start)
+    row = tensor.numel() // tensor.shape[0] * tensor.element_size()
+    first, last = inside.start // row, -(-inside.stop // row)
+    rows = tensor.narrow(0, first, last - first).clone(memory_format=torch.contiguous_format)
+    return flat_bytes(rows).narrow(0, inside.start - first * row, inside.stop - inside.start)
+
+
+def overlaps(packed: Packed, start: int, stop: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield the number of each tensor with bytes among [start, stop) of the payload, and where: in
+    the tensor, and among those bytes."""
+    number = bisect_right(packed.starts, start) - 1
+    while number < len(packed.tensors) and (at := packed.starts[number]) < stop:
+        lower, upper = max(start, at), min(stop, packed.starts[number + 1])
         if lower < upper:
-            yield tensor, slice(lower - at, upper - at), slice(lower - start, upper - start)
-        at += size
+            yield number, slice(lower - at, upper - at), slice(lower - start, upper - start)
+        number += 1
 
 
 def byte_ranges(packed: Packed, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Yield, as uint8 tensors, the bytes [start, stop) of the payload."""
-    for tensor, inside, _ in _overlaps(packed, start, stop):
-        yield byte_view(tensor)[inside]
-
-
-def copy_range(packed: Packed, start: int, stop: int, out: torch.Tensor) -> None:
-    """Copy the bytes [start, stop) of the payload into `out` (uint8, on the CPU), from any
-    device."""
-    for tensor, inside, among in _overlaps(packed, start, stop):
-        out[among].copy_(flat_bytes(tensor)[inside], non_blocking=True)
+    """Yield, as uint8 tensors on the CPU, the bytes [start, stop) of the payload."""
+    for number, inside, _ in overlaps(packed, start, stop):
+        yield bytes_at(packed.tensors[number], inside).cpu()
 
 
 def fill_range(packed: Packed, start: int, piece: torch.Tensor) -> None:
-    """Copy bytes (uint8) into the payload, from its byte `start` on: the reverse of `copy_range`.
-
-    The tensors are those of `LiveState.room`.
-    """
-    for tensor, inside, among in _overlaps(packed, start, start + piece.numel()):
-        tensor.view(-1).view(torch.uint8)[inside] = piece[among]
+    """Copy bytes (uint8) into the payload, from its byte `start` on, in `LiveState.room`."""
+    for number, inside, among in overlaps(packed, start, start + piece.numel()):
+        packed.tensors[number].view(-1).view(torch.uint8)[inside] = piece[among]
 
 
 def outline(header: bytes) -> Packed:

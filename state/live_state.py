@@ -29,6 +29,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.renamed import present
+from elastic_trainer.state.device_copies import Copying
+from elastic_trainer.state.findings import Findings, are_sound
 from elastic_trainer.state.forward import ExtraState, InFlight, ModelBuffers, Modes
 from elastic_trainer.state.layout import (
     MACHINE_BYTES,
@@ -42,40 +44,6 @@ from elastic_trainer.state.layout import (
 from elastic_trainer.state.module_attributes import ModuleAttributes, is_plain
 from elastic_trainer.state.names import ModelParameters, with_plain_names
 from elastic_trainer.state.optimizer_values import OptimizerValues, Rates
-
-
-class Findings:
-    """The losses and sums of the step in flight, or of the last finished step.
-
-    All workers hold the same ones. A worker that joins between two phases receives those of the
-    phases that it has not seen, so they change in `apply` only.
-    """
-
-    def __init__(self) -> None:
-        self.losses: dict[str, float] = {}
-        """By the name of the phase."""
-        self.sums: dict[str, tuple[float, float]] = {}
-        """Total and weight of what was logged, by name, over all micro-batches and phases."""
-
-    def add(self, phase: str, loss: float, sums: Mapping[str, tuple[float, float]],
-            is_first: bool) -> None:
-        """Add those of a phase. The first phase of a step begins anew."""
-        if is_first:
-            self.losses, self.sums = {}, {}
-        self.losses[phase] = loss
-        for name, (total, weight) in sums.items():
-            total_before, weight_before = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (total_before + total, weight_before + weight)
-
-    def values(self) -> dict[str, Any]:
-        """Return them as numbers and texts in containers."""
-        return {"losses": dict(self.losses), "sums": dict(self.sums)}
-
-    def load(self, values: Mapping[str, Any]) -> None:
-        """Take over values of `values`, or none."""
-        self.losses = dict(values.get("losses", {}))
-        self.sums = {name: (float(total), float(weight))
-                     for name, (total, weight) in values.get("sums", {}).items()}
 
 
 class LiveState:
@@ -115,6 +83,8 @@ class LiveState:
         """The ticks at which it received them from workers that train, or its former process."""
         self.is_applying = False
         """True while parameters may be half changed: then its values are worth nothing."""
+        self.copying = Copying()
+        """The copy of parameters and optimizer that a device may still make."""
         self.lineage = 0
         """The number under which this attempt publishes checkpoints (commit_log.py); 0: none."""
         self.loss = float("nan")
@@ -197,6 +167,11 @@ class LiveState:
         self.clocks_ms = (before_ms, now_ms)
         for part, value in zip(self._parts, in_flight["parts"], strict=True):
             part.take_up(value)
+
+    def begin_applying(self) -> None:
+        """Let parameters and optimizer change from here on. A copy of them is made before."""
+        self.copying.hold_writes()
+        self.copying, self.is_applying = Copying(), True
 
     def prepare(self) -> None:
         """Note that the reduced gradient of the step in flight is in hand; the vote comes next."""
@@ -285,6 +260,7 @@ class LiveState:
         values = with_plain_names(values)
         require_fit(self, values)
         # from here on nothing can fail but the memory
+        self.copying.hold_writes()
         self.parameters.load(values["parameters"], values.get("trained"))
         self.model_buffers.load(values["buffers"])
         if "evaluating" in values:
@@ -435,16 +411,3 @@ def _is_dict(value: Any, kind: Any) -> bool:
 
 def _is_list(value: Any, kind: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(one, kind) for one in value)
-
-
-def are_sound(values: Mapping[str, Any]) -> bool:
-    """Return whether values are of the kinds that `load` relies on."""
-    losses, sums = values.get("losses", {}), values.get("sums", {})
-    return (isinstance(losses, dict) and all(map(_is_number, losses.values()))
-            and isinstance(sums, dict)
-            and all(isinstance(pair, (list, tuple)) and len(pair) == 2
-                    and all(map(_is_number, pair)) for pair in sums.values()))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -3,11 +3,15 @@
 live_state → SnapshotMemory (the only pause) → Upload (threads) → store; the vote → collect
 (checkpoints.py)
 
+On a GPU the copy runs beside the next forward and backward passes, and the next `apply` comes after
+it (device_copies.py). The pause is then the time to start the copies.
+
 What always holds:
 1. One share is in flight at most, in the memory of one share. `is_busy` is True while a thread can
    still read that memory, also for a share that was dropped. It is not written again before.
 2. New memory costs more than the copy: with 1 GB, 4 workers and 2 cores the first pause was 1.7 s
-   and the later ones 0.08 s. So a thread makes the memory beside the training (`prepare`).
+   and the later ones 0.08 s. So a thread makes the memory beside the training (`prepare`). For a
+   GPU it is pinned, once, in pieces.
 3. A part that the newest published checkpoint has too is not sent again: the record names the old
    one.
 4. A share that fails, stalls or hangs never ends the training. `Share.error` holds the reason, the
@@ -40,7 +44,16 @@ from elastic_trainer.state.checkpoint import (
     Share,
     name_of,
 )
-from elastic_trainer.state.layout import Packed, copy_range
+from elastic_trainer.state.device_copies import (
+    HostMemory,
+    Pin,
+    Streams,
+    copy_range,
+    devices_of,
+    new_memory,
+    pin,
+)
+from elastic_trainer.state.layout import Packed, named_tensors
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import Store
 
@@ -48,11 +61,13 @@ from elastic_trainer.state.store import Store
 class SnapshotMemory:
     """The memory of this worker's share."""
 
-    def __init__(self, part_bytes: int):
-        self.part_bytes = part_bytes
-        self.room = torch.empty(0, dtype=torch.uint8)
-        self.coming: Future[torch.Tensor] | None = None
+    def __init__(self, part_bytes: int, pin: Pin = pin):
+        self.part_bytes, self._pin = part_bytes, pin
+        self.room = HostMemory()
+        self.coming: Future[HostMemory] | None = None
         """Room for the next share, made beside the training."""
+        self._is_awaited = threading.Event()
+        self._streams = Streams()
 
     def prepare(self, state: LiveState, size: int) -> None:
         """Make room for the next share beside the training, in a world of this size.
@@ -60,12 +75,15 @@ class SnapshotMemory:
         To be called after a step: the optimizer has its state then. If it fails, `copy` makes the
         room itself, or raises what is wrong.
         """
+        if self.coming and not self.coming.done():
+            return
         try:
-            need = self.share_bytes(state.packed().payload_bytes, size)
+            packed = state.packed()
+            need = self.share_bytes(packed.payload_bytes, size)
             if not _fits(self.room, need):
                 maker = ThreadPoolExecutor(1, "room")
-                device = torch.cuda.current_device() if torch.cuda.is_available() else None
-                self.coming = maker.submit(_made_beside, need, device)
+                self._is_awaited.clear()
+                self.coming = maker.submit(self._made_beside, need, devices_of(packed.tensors))
                 maker.shutdown(wait=False)
         except Exception:  # no thread, or a value that cannot be kept
             self.coming = None
@@ -76,50 +94,69 @@ class SnapshotMemory:
         return min(total, -(-count // size) * self.part_bytes)
 
     def copy(self, packed: Packed, share: Share, rank: int, size: int) -> None:
-        """Copy my share of the state after a step. Raises MemoryError, RuntimeError."""
+        """Copy my share of the state after a step. Raises MemoryError, RuntimeError.
+
+        A device may still copy parameters and optimizer when this returns (`share.copying`).
+        """
         cuts = range(0, packed.payload_bytes, self.part_bytes)
         share.header, share.total_bytes, share.count = (
             packed.header, packed.payload_bytes, len(cuts))
-        self._make_room(self.share_bytes(packed.payload_bytes, size))
-        at = 0
-        for index, start in list(enumerate(cuts))[rank::size]:
-            stop = min(start + self.part_bytes, packed.payload_bytes)
-            share.pieces[index] = self.room[at : at + stop - start]
-            copy_range(packed, start, stop, share.pieces[index])
-            at += stop - start
-        _await_copies(packed)
+        devices = devices_of(packed.tensors)
+        self._make_room(self.share_bytes(packed.payload_bytes, size), bool(devices))
+        mine = list(enumerate(cuts))[rank::size]
+        for (index, start), room in zip(mine, self.room.pieces, strict=False):
+            share.pieces[index] = room[: min(self.part_bytes, packed.payload_bytes - start)]
         share.parts = len(share.pieces)
 
-    def _make_room(self, need: int) -> None:
+        def start_copies(is_meant: Callable[[int], bool] = lambda number: True) -> None:
+            for index, piece in share.pieces.items():
+                start = index * self.part_bytes
+                copy_range(packed, start, start + piece.numel(), piece, is_meant)
+
+        if not devices:
+            start_copies()
+            return
+        # A forward pass may change buffers, and the user's code what it has registered: these are
+        # copied first, and what the devices are given next comes after that.
+        stay = changed_in_apply(packed.header)
+        self._streams.copy(
+            packed, lambda: start_copies(lambda number: number not in stay)).hold_writes()
+        share.copying = self._streams.copy(packed, lambda: start_copies(stay.__contains__))
+
+    def _make_room(self, need: int, is_pinned: bool) -> None:
         coming, self.coming = self.coming, None
         if _fits(self.room, need):
             return
-        self.room = torch.empty(0, dtype=torch.uint8)  # never the old and the new one at once
-        is_made = coming is not None and coming.done() and coming.exception() is None
-        made = coming.result() if coming and is_made else None
-        self.room = made if made is not None and _fits(made, need) else _new_room(need)
+        self.room = HostMemory()  # never the old and the new one at once
+        if coming:
+            self._is_awaited.set()
+            with suppress(Exception):  # what went wrong there goes wrong here
+                self.room = coming.result()
+        if not _fits(self.room, need):
+            self.room = HostMemory()
+            self.room = new_memory(need, self.part_bytes, is_pinned, self._pin)
+
+    def _made_beside(self, size: int, devices: list[torch.device]) -> HostMemory:
+        yield_processor()
+        for device in devices:
+            # else this thread would make a context on the first one
+            torch.get_device_module(device).set_device(device)
+        made = new_memory(size, self.part_bytes, bool(devices), self._pin, self._is_awaited.wait)
+        for piece in made.pieces if made.not_pinned or not devices else ():
+            piece.zero_()  # the kernel gives memory at its first use; pinned memory is there
+        return made
 
 
-def _await_copies(packed: Packed) -> None:
-    """Wait for the copies to pinned memory. Each device has a queue of copies of its own."""
-    for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
-
-
-def _fits(room: torch.Tensor, need: int) -> bool:
+def _fits(room: HostMemory, need: int) -> bool:
     """Return whether room is enough, and is not that of a checkpoint that a worker made alone."""
-    return need <= room.numel() <= 2 * need
+    return need <= room.bytes <= 2 * need
 
 
-def _new_room(size: int) -> torch.Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-
-
-def _made_beside(size: int, device: int | None) -> torch.Tensor:
-    yield_processor()
-    if device is not None:
-        torch.cuda.set_device(device)  # else this thread would make a context on the first one
-    return _new_room(size).zero_()
+def changed_in_apply(header: bytes) -> set[int]:
+    """Return the numbers of the tensors that nothing but `apply` changes: of parameters and of the
+    optimizer's state."""
+    return {number for number, tensor in enumerate(named_tensors(header))
+            if tensor["name"].startswith(("parameters/", "optimizer/state/"))}
 
 
 SLOWEST = 1 << 20
@@ -225,6 +262,7 @@ class Upload:
         yield_processor()
         share.may_go.wait(OTHERS_COPY_S)
         try:
+            share.copying.wait()
             while not (share.is_dropped or share.error):
                 index = waiting.get_nowait()
                 began = time.monotonic()

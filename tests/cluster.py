@@ -327,7 +327,7 @@ class Cluster:
         assert len(self.lost()
                    ) == victims, f"{len(self.lost())} workers lost, not {victims}; {self.story()}"
         revivals = self.events("worker.revives")
-        assert all(e["where"] == "init" for e in revivals), self.story()
+        assert all(e["where"] in ("init", "memory") for e in revivals), self.story()
         assert revived or not revivals, self.story()
         assert not self.events("worker.weights_differ_as_built"), self.story()
         assert not self.malformed(), f"events that no reader takes: {self.malformed()}"

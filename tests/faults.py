@@ -149,6 +149,11 @@ class Injector:
                 self.flip(do.removeprefix("flip_"))
             case "io_error":
                 raise OSError(errno.EIO, "Input/output error, as planned")
+            case "gpu_lost":
+                import torch  # here: a test does not need it
+
+                raise torch.AcceleratorError(
+                    "CUDA error: an illegal memory access was encountered, as planned")
             case "raise":
                 raise ValueError("a bad sample, as planned")
             case "kill_in_init":

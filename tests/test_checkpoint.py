@@ -23,11 +23,11 @@ from test_state import bytes_of, trained
 from waiting import wait_for
 
 from elastic_trainer.events.schema import misfit
-from elastic_trainer.state.checkpoint import PARTS, Part, Plan, Share, parts_of
+from elastic_trainer.state.checkpoint import PARTS, Part, Plan, parts_of
 from elastic_trainer.state.checkpoints import Checkpoints
 from elastic_trainer.state.commit_log import CommitLog
 from elastic_trainer.state.forms import CannotKeep
-from elastic_trainer.state.layout import LayoutError, Packed
+from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import (
     FolderStore,
@@ -720,11 +720,11 @@ def test_memory_that_is_still_sent_is_never_written_again(tmp_path: Path) -> Non
     fleet.begin()
     assert store.is_waiting.wait(60)
     worker.drop("as planned")
-    before = worker.memory.room.clone()
+    before = torch.cat(worker.memory.room.pieces)
     fleet.train()
     fleet.begin()
     assert worker.upload.share and "still holds the memory" in worker.upload.share.error
-    assert torch.equal(worker.memory.room, before)
+    assert torch.equal(torch.cat(worker.memory.room.pieces), before)
     store.let_go()
     worker.wait()
     late = list(tmp_path.rglob("parts/*/*.bin"))
@@ -769,27 +769,6 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path,
     assert worker.known.fenced is None and worker.known.newest_step == 4
     fleet.publish()
     assert Fleet(tmp_path, steps=0).restore() == [5]
-
-
-def test_a_snapshot_waits_for_each_device_that_it_copies_from(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits not only for the current device: else an upload would read memory that is still
-    written to."""
-    class OnDevice(torch.Tensor):
-        is_cuda = True  # type: ignore[assignment]
-        device = property(  # type: ignore[assignment]
-            lambda self: torch.device("cuda", self.shape[0] % 2))
-
-    waited: list[torch.device] = []
-    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
-    fleet = begun(tmp_path)
-    packed = fleet.states[0].packed()
-    assert not waited
-    tensors = [tensor.as_subclass(OnDevice) if tensor.ndim else tensor for tensor in packed.tensors]
-    share = Share(3, 0.0, 0.0)
-    fleet.workers[0].memory.copy(Packed(packed.header, tensors), share, 0, 1)
-    wanted = {torch.device("cuda", tensor.shape[0] % 2) for tensor in packed.tensors if tensor.ndim}
-    assert set(waited) == wanted and len(waited) == len(wanted)
 
 
 def test_a_host_without_the_folder_damages_no_checkpoint(tmp_path: Path) -> None:
@@ -1016,12 +995,12 @@ def test_memory_for_a_checkpoint_made_alone_is_given_back(tmp_path: Path) -> Non
     """A share of the next one, together with the others, takes no more than a share."""
     fleet = begun(tmp_path, 4)
     fleet.checkpoint()
-    alone, share_bytes = fleet.workers[0], fleet.workers[0].memory.room.numel()
+    alone, share_bytes = fleet.workers[0], fleet.workers[0].memory.room.bytes
     fleet.train()
     alone.write_alone(fleet.states[0])
-    assert alone.memory.room.numel() > 2 * share_bytes
+    assert alone.memory.room.bytes > 2 * share_bytes
     fleet.publish()
-    assert alone.memory.room.numel() <= 2 * share_bytes
+    assert alone.memory.room.bytes <= 2 * share_bytes
     assert Fleet(tmp_path, steps=0).restore() == [5]
 
 
@@ -1050,9 +1029,9 @@ def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
         for worker, state in fleet.pairs():
             worker.memory.prepare(state, size)
             assert worker.memory.coming
-            rooms.append(worker.memory.coming.result(60).data_ptr())
+            rooms.append(worker.memory.coming.result(60).pieces[0].data_ptr())
         fleet.publish()
-        assert [worker.memory.room.data_ptr() for worker in fleet.workers] == rooms
+        assert [worker.memory.room.pieces[0].data_ptr() for worker in fleet.workers] == rooms
         assert all(worker.memory.coming is None for worker in fleet.workers)
     assert Fleet(tmp_path, steps=0).restore() == [5]
 

@@ -11,7 +11,7 @@ import pytest
 from elastic_trainer.config import Limits
 from elastic_trainer.driver.membership import FAILED_RESTARTS, Membership
 from elastic_trainer.driver.roster import Action, End, Form, Phase, Report, Stop, Worker
-from elastic_trainer.wire.heartbeat import Heartbeat, MachineFault, News
+from elastic_trainer.wire.heartbeat import GPU_LOST, Heartbeat, MachineFault, News
 from elastic_trainer.wire.proof import Leaf, Proof
 from elastic_trainer.world.arithmetic import Arithmetic
 
@@ -247,6 +247,19 @@ def test_the_same_microbatch_of_the_same_step_on_another_host_is_the_users_error
     if verdict:
         assert verdict.verdict == "user_error" and verdict.detail.count("OSError in 5") == 2
         assert "on b" in verdict.detail and "on c" in verdict.detail
+
+
+@pytest.mark.parametrize(("kind", "ends"), [(GPU_LOST, True), ("a GPU has failed", False)])
+def test_a_lost_gpu_on_two_hosts_in_one_step_is_the_users_error(kind: str, ends: bool) -> None:
+    """CUDA raises it late, so not in the same micro-batch."""
+    f = fleet("abcd")
+    f.run()
+    for host, microbatch in (("b", 5), ("c", -1)):
+        f.fails(host, MachineFault(step=12, microbatch=microbatch, kind=kind, text="illegal"))
+        f.turn()
+    assert (f.membership.verdict is not None) == ends
+    if f.membership.verdict:
+        assert f.membership.verdict.detail.startswith(f"Step 12 fails with {GPU_LOST} on b")
 
 
 @pytest.mark.parametrize(("hosts", "ends"), [({"a": 3}, True), ({"a": 3, "b": 1}, False)])

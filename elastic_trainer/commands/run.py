@@ -5,6 +5,7 @@ command line → run_options → here → supervisor, standbys, watch → summar
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -14,11 +15,13 @@ from pathlib import Path
 from elastic_trainer.commands import configured
 from elastic_trainer.commands.run_options import Run, parse_run
 from elastic_trainer.config import HASH_SEED, ConfigError, unusable
+from elastic_trainer.driver import local_gpus
 from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.host.terminal import terminal_of
 from elastic_trainer.state.configuration import VARIABLE
 from elastic_trainer.wire.plain import plain, plain_output, plain_text
+from elastic_trainer.world.standby import DEVICE as STANDBY_DEVICE
 
 HASH_SEED_FILE = "hash_seed"
 """In the folder of a run: its PYTHONHASHSEED."""
@@ -43,6 +46,8 @@ def main(argv: list[str]) -> int:
     os.environ["ELASTIC_TRAINER_STORE"] = wanted.store
     os.environ["ELASTIC_TRAINER_REPLACE_STRAGGLERS"] = str(int(wanted.replace_stragglers))
     os.environ["ELASTIC_TRAINER_TIMELINE"] = str(int(wanted.timeline))
+    os.environ[local_gpus.VARIABLE] = json.dumps(wanted.gpus)
+    os.environ[STANDBY_DEVICE] = wanted.standby_device
     # The demo's terminal shows its progress, which redraws the screen.
     os.environ[TERMINAL] = "" if wanted.is_demo else terminal_of(0)
     os.environ.update(hash_seed(wanted.run_dir, os.environ))

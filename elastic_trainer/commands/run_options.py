@@ -18,6 +18,7 @@ from pathlib import Path
 from elastic_trainer.commands import configured
 from elastic_trainer.commands import horovodrun_options as horovodrun
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
+from elastic_trainer.driver import local_gpus
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, write_text
 from elastic_trainer.host.options import Parser, nearest, options_of
@@ -56,6 +57,10 @@ class Run:
     replace_stragglers: bool
     has_own_s3: bool
     """The store is a server of the run's own, on this machine."""
+    gpus: dict[str, dict[str, str]]
+    """Host → the variables that give its local worker a GPU; empty: there are none to give."""
+    standby_device: str
+    """gpu, or cpu: a standby stays off the GPU until it has its place."""
     configuration: Configuration
     allow_change: list[str]
     """Keys of the configuration that may differ from the run's."""
@@ -92,6 +97,7 @@ def parse_run(argv: list[str]) -> Run:
     is_local = not listed and not has_script
     if is_local:
         listed = {f"127.0.0.{number}": 1 for number in range(1, _workers(options) + 1)}
+    gpus = gpus_of(list(listed), options.share_gpu, os.environ) if is_local else {}
     return Run(
         name=name, run_dir=(options.runs_dir / name).resolve(), is_demo=is_demo,
         command=demo(example, options) if is_demo else command,
@@ -101,7 +107,8 @@ def parse_run(argv: list[str]) -> Run:
         reduce=options.reduce, mixed_hardware=options.mixed_hardware,
         store=store_of_run(options.store, name), timeline=options.timeline,
         replace_stragglers=options.replace_stragglers,
-        has_own_s3=options.store == "s3",
+        has_own_s3=options.store == "s3", gpus=gpus,
+        standby_device=options.standby_device or ("cpu" if gpus else "gpu"),
         configuration=configuration, allow_change=options.allow_change)
 
 
@@ -199,6 +206,13 @@ def _add_own(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
         help="booted workers that wait on this machine, once training has begun (1 for local "
              "workers; 0 where hosts are given, since each host keeps its own: with a number those "
              "are not found)")
+    add("--standby-device", choices=("gpu", "cpu"),
+        default=env.get("ELASTIC_TRAINER_STANDBY_DEVICE"),
+        help="cpu: a standby holds no memory of a GPU: it waits for its place at the script's "
+             "first use of one (default: gpu; cpu where local workers take one GPU each)")
+    add("--share-gpu", action="store_true",
+        help="let local workers share GPUs, for tests and rehearsals: NCCL sends over sockets, "
+             "slowly")
     add("--example", choices=EXAMPLES, help=f"demo: what to train ({EXAMPLES[0]})")
     add("--steps", type=int, help="demo: the number of steps")
     add("--seed", type=int, help="demo: the seed")
@@ -225,6 +239,9 @@ def _refuse_ignored(options: argparse.Namespace, is_demo: bool) -> None:
     if given and options.workers is not None:
         raise ConfigError(f"--workers is {options.workers}, but it sets the number of local "
                           f"workers, and {given[0]} names the hosts. Use -np.")
+    if given and options.share_gpu:
+        raise ConfigError(f"--share-gpu is for local workers, and {given[0]} names the hosts. Give "
+                          f"each host as many slots as it has GPUs.")
     if options.min_np is not None and options.min_workers not in (None, options.min_np):
         raise ConfigError(f"--min-workers is {options.min_workers} and --min-np is "
                           f"{options.min_np}, but both set the same number. Give one of them.")
@@ -288,6 +305,14 @@ def demo(example: str, options: argparse.Namespace) -> list[str]:
     flags = [text for flag in ("steps", "seed") if getattr(options, flag) is not None
              for text in (f"--{flag}", str(getattr(options, flag)))]
     return own.command(f"elastic_trainer.examples.{example}", *flags)
+
+
+def gpus_of(hosts: list[str], shares: bool, env: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the variables that give each local worker its GPU. Raises ConfigError."""
+    if not local_gpus.is_for_gpus():
+        return {}
+    return local_gpus.variables_of(
+        hosts, local_gpus.visible_of(env, local_gpus.gpus_here()), shares, env)
 
 
 # --- hosts and store ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from elastic_trainer.config import (
@@ -43,6 +43,7 @@ from elastic_trainer.config import (
     HASH_SEED,
     Attempt,
 )
+from elastic_trainer.driver import local_gpus
 from elastic_trainer.driver.ends import host_kept_out
 from elastic_trainer.driver.hosts import (
     DISCOVERY_EVERY_S,
@@ -123,8 +124,10 @@ def membership_of(settings: Any, attempt: Attempt) -> Membership:
         has_trained=bool(attempt.resume_step or attempt.lost_attempts))
 
 
-def worker_environment(start: Start, address: str, port: int, key: bytes) -> dict[str, str]:
-    """Return the variables that name a worker's place, its driver and its own key."""
+def worker_environment(start: Start, address: str, port: int, key: bytes,
+                       here: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that name a worker's place, its driver and its own key; with `here`, the
+    driver's environment on this machine, its GPU too."""
     return {
         "HOROVOD_ELASTIC": "1", "HOROVOD_HOSTNAME": start.host,
         "HOROVOD_LOCAL_RANK": str(start.slot), "ELASTIC_TRAINER_SLOT": str(start.slot),
@@ -132,7 +135,7 @@ def worker_environment(start: Start, address: str, port: int, key: bytes) -> dic
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
         "ELASTIC_TRAINER_DRIVER": f"{address}:{port}",
         "ELASTIC_TRAINER_KEY": worker_key(key, start.worker).hex(),
-        "ELASTIC_TRAINER_WORKER": start.worker}
+        "ELASTIC_TRAINER_WORKER": start.worker} | local_gpus.place_of(here, start.host)
 
 
 def await_output(forwards: list[threading.Thread]) -> None:
@@ -302,7 +305,7 @@ class MendedDriver:
         assert self.server is not None
         is_remote = not self.locations.is_here[start.host]
         env = ALLOCATOR | HASH_SEED | FAULTHANDLER | self.env | worker_environment(
-            start, self.address, self.server.address[1], self.key)
+            start, self.address, self.server.address[1], self.key, {} if is_remote else self.env)
         try:
             process = WorkerProcess(start, through_shim(self.command, env, not is_remote), env,
                                     self.settings, sys.stdout, is_remote, self.tracebacks)

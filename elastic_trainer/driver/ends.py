@@ -8,7 +8,7 @@ What always holds:
    ssh or the end of its output. (F3: Horovod's own barrier waits for those without a timeout.)
 2. An error of a worker that no world counts on is not the user's: its host may be shutting down.
 3. The same part of the same step that fails on two hosts, or twice where there is one host, is the
-   user's error.
+   user's error. Of errors of CUDA, which come late, the same step is enough.
 4. Once a worker stood ready, a command that ends while it boots is the fault of its host.
 """
 
@@ -36,7 +36,7 @@ from elastic_trainer.driver.roster import (
 )
 from elastic_trainer.events.mark import FIRST_STEPS, USERS_CODE
 from elastic_trainer.host.stacks import SAME_CRASHES, SameCrashes
-from elastic_trainer.wire.heartbeat import MachineFault
+from elastic_trainer.wire.heartbeat import GPU_LOST, MachineFault
 
 MAX_REFUSED_OFFERS = 3
 MAX_FAILED_JOINS = 2
@@ -228,12 +228,15 @@ class Blame:
         """Note a machine's fault, and find the same one on another host (rule 2)."""
         is_only_host = len(self.roster.listed) < 2
         of_step = [one for one in self.machine_faults if one[1].step == fault.step]
+        is_late = fault.kind == GPU_LOST
         same = [(other, one) for other, one in of_step
-                if one.microbatch == fault.microbatch and (other != host or is_only_host)]
+                if (one.microbatch == fault.microbatch or (is_late and one.kind == GPU_LOST))
+                and (other != host or is_only_host)]
         self.machine_faults = [*of_step, (host, fault)]
         if same and not self.user_error:
             other, one = same[0]
-            part = f"Micro-batch {fault.microbatch} of step" if fault.microbatch >= 0 else "Step"
+            is_in_one = one.microbatch == fault.microbatch >= 0
+            part = f"Micro-batch {fault.microbatch} of step" if is_in_one else "Step"
             self.user_error = (
                 f"{part} {fault.step} fails with {one.kind} on {other} and with {fault.kind} on "
                 f"{host}, so no machine is at fault.\n\n"

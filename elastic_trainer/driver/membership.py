@@ -15,7 +15,8 @@ What always holds:
 5. All members of a generation reach each other. If two workers reach the driver, but not each
    other, one of them is evicted: they would break every generation that they share.
 6. A worker whose host left the list is not in the next generation. While fewer than `min_workers`
-   may work, the others wait, alive, with their state.
+   may work, the others wait, alive, with their state. So they do while a worker has reported that
+   it has no memory for its part of so small a world.
 
 The parts: roster (hosts and workers) · ends (who is ended, and why workers end) · differences (who
 may join) · rounds (offers).
@@ -100,6 +101,7 @@ class Membership:
         worker.step, worker.published = heartbeat.step, heartbeat.published
         worker.at = heartbeat.at if worker.is_credible(heartbeat) else None
         worker.drains = worker.drains or heartbeat.drains
+        worker.needs = heartbeat.needs
         if heartbeat.error:
             self.blame.raised(worker, heartbeat.error)
         if heartbeat.left and not self.roster.is_let_go(worker):

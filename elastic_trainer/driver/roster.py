@@ -135,6 +135,8 @@ class Worker:
     unreachable: tuple[str, ...] | None = ()
     """The peers that did not answer its newest attempt to connect; None: no attempt yet."""
     dismissed: bool = False
+    needs: int = 0
+    """How many workers a world must have for its memory; 0: any number."""
     step: int = 0
     published: int = -1
     """The newest checkpoint that the worker knows to be published."""

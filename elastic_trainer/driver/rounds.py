@@ -56,6 +56,11 @@ class Rounds:
     idle_generations: int = 0
     """How many generations in a row have finished no step."""
 
+    @property
+    def least(self) -> int:
+        """How many workers a generation after the first must have."""
+        return max(self.min_workers, *(w.needs for w in self.roster.alive()), 0)
+
     def offered(self) -> tuple[str, ...]:
         """Return the names of the offer's members."""
         return self.offer.members if self.offer else ()
@@ -175,7 +180,7 @@ class Rounds:
         return len(candidates) >= enough and self.has_settled(candidates, now)
 
     def _are_enough(self, candidates: list[Worker]) -> bool:
-        return bool(candidates) and len(candidates) >= self.min_workers
+        return bool(candidates) and len(candidates) >= self.least
 
     def _add_holder(self, candidates: list[Worker]) -> str:
         """Add the member that holds the newest state, if no candidate does; return the reason.
@@ -213,5 +218,5 @@ class Rounds:
         self.waits_since = self.waits_since or now
         if self.wait_s is None or now - self.waits_since <= self.wait_s:
             return []
-        return [End("failed", f"No {self.min_workers} workers stood ready within {self.wait_s:.0f} "
+        return [End("failed", f"No {self.least} workers stood ready within {self.wait_s:.0f} "
                               f"s (--elastic-timeout).")]

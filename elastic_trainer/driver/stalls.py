@@ -347,7 +347,7 @@ class Stragglers:
 
     def __init__(self, membership: Membership, replaces: bool, emit: Callable[..., None]):
         """`replaces`: the slow workers of a host leave, and are replaced."""
-        self.roster, self.least = membership.roster, membership.rounds.min_workers
+        self.roster, self.rounds = membership.roster, membership.rounds
         self.window_s = membership.limits.straggler_s / WINDOWS
         self.replaces = replaces
         self.emit = emit
@@ -386,8 +386,8 @@ class Stragglers:
         if self._times < WINDOWS:
             return
         worker = self.roster.workers[slow[0]]
-        leaves = (self.replaces and len(current) - len(slow) >= self.least and not worker.drains
-                  and self._may_leave(worker, now))
+        leaves = (self.replaces and len(current) - len(slow) >= self.rounds.least
+                  and not worker.drains and self._may_leave(worker, now))
         if self._named == host and not leaves:
             return
         self._named = host

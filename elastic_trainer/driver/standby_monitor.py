@@ -27,7 +27,9 @@ ELASTIC_TRAINER_* that it would read alone. A model that is moved to a GPU befor
 stays on that GPU.
 
 What it does not do: limit memory. A standby takes the memory of a worker before its first step and,
-on CPUs, that of the step, up to a sixteenth of the free memory (the rehearsal). Nor does it notice
+on CPUs, that of the step, up to a sixteenth of the free memory (the rehearsal). On a GPU it takes
+the context, the model and the step, unless --standby-device is cpu: then it waits for its place at
+the script's first use of the GPU. Nor does it notice
 a replaced library (site-packages) or data file: restart `elastic-trainer standby` then.
 
 Source: prctl(2) and fcntl(2) (F_SETOWN, F_SETSIG) of man-pages 6; unix(7) for SOCK_SEQPACKET and
@@ -60,12 +62,14 @@ from elastic_trainer.host.stacks import FAULTHANDLER
 from elastic_trainer.host.standbys import socket_of
 from elastic_trainer.world.standby import (
     NAME_BYTES,
+    OF_A_GPU,
     OF_THE_PLACE,
     REASON_BYTES,
     VARIABLE,
     changed_files,
     read_environment,
     stamps,
+    stays_off_gpu,
     write_environment,
 )
 
@@ -99,8 +103,9 @@ def differing(booted_with: Mapping[str, str], now: Mapping[str, str], program: s
 
     PATH is one of them when it leads to another program.
     """
+    changing = (*CHANGING, *OF_A_GPU) if stays_off_gpu(booted_with) else CHANGING
     names = {name for name in booted_with.keys() | now.keys()
-             if not name.startswith(CHANGING) and name not in IGNORED
+             if not name.startswith(changing) and name not in IGNORED
              and booted_with.get(name) != now.get(name)}
     before = shutil.which(program, path=booted_with.get("PATH"))
     if before != shutil.which(program, path=now.get("PATH")):
@@ -127,6 +132,8 @@ class Monitor:
         self.began_ns = time.time_ns()
         room = f"{VARIABLE}={theirs.fileno()},{self.began_ns},".ljust(NAME_BYTES, ".")
         env = self.env | {VARIABLE: room.partition("=")[2]}
+        if stays_off_gpu(self.env):  # torch.cuda.is_available() would read CUDA_VISIBLE_DEVICES
+            env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         life, self.alive = os.pipe()  # nothing is written: its end is this process's end
         with theirs:
             self.process = subprocess.Popen(

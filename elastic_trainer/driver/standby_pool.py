@@ -36,6 +36,7 @@ from elastic_trainer.host.parent import end_with_parent
 from elastic_trainer.host.standbys import FOLDER_VARIABLE, has_monitor, socket_of, standby_folder
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.wire.redact import redacted, redacted_command
+from elastic_trainer.world.standby import DEVICE
 
 REPLACE_AFTER_S = 3.0
 """The time after which the next standby starts to boot when one was taken: by then the world has
@@ -140,6 +141,10 @@ def _parser() -> argparse.ArgumentParser:
                         help="the number of standbys: this host's slots (%(default)s)")
     parser.add_argument("--folder", type=Path, help=f"the folder in which they wait "
                                                     f"({standby_folder({})}, or {FOLDER_VARIABLE})")
+    parser.add_argument("--standby-device", choices=("gpu", "cpu"),
+                        default=os.environ.get(DEVICE, "gpu"),
+                        help="cpu: a standby holds no memory of a GPU: it waits for its place at "
+                             "the script's first use of one (%(default)s)")
     parser.add_argument("--run-dir", type=Path, help="log into this run's folder")
     parser.add_argument("--once-training", action="store_true",
                         help="wait until the run has finished a step")
@@ -161,6 +166,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     if options.slots < 1:
         raise ConfigError(f"--slots is {options.slots}. Give the number of workers of this host, "
                           f"1 or more.")
+    os.environ[DEVICE] = options.standby_device
     folder: Path = options.folder or standby_folder(os.environ)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if not is_private(folder):

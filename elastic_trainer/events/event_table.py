@@ -134,6 +134,14 @@ _WORKERS = (
         has(host=NAME, error=NAME, step=STEP, microbatch=WHOLE_OR_MINUS_ONE, text=TEXT),
         "host {host}: the user's code met {error} in step {step}",
         remedy="Look at the disk and the memory of the host."),
+    EventKind("worker.out_of_memory", WARNING,
+        "A GPU has no memory for the micro-batches that a worker takes over from lost workers. The "
+        "worker restarts, with its state, and tries once. Then the run waits for more workers.",
+        has(step=STEP, size=WHOLE, microbatches=WHOLE, fitted=WHOLE, needs=WHOLE, meaning=TEXT,
+            error=TEXT),
+        "worker {worker} has no memory for {microbatches:#micro-batch} of step {step}, which it "
+        "has in a world of {size:#worker}: {meaning}",
+        remedy="`meaning` says what would fit."),
     EventKind("worker.loader_restarted", WARNING,
         "A loader process of this worker has ended, or has read one sample for too long. Another "
         "one takes its place, and reads the sample again. `sample` is -1 if it read none.",
@@ -219,8 +227,9 @@ _WORLD = (
     EventKind("worker.state_received", DETAIL, "A newcomer has received the state.",
               has(step=STEP, bytes=BYTES, duration_s=SECONDS)),
     EventKind("worker.revives", WARNING,
-        "The worker starts anew in place and keeps its state, because Horovod would abort it.",
-        has(where=one_of("init", "training"), error=TEXT),
+        "The worker starts anew in place and keeps its state, because Horovod would abort it, or "
+        "because its GPU has no memory left.",
+        has(where=one_of("init", "training", "memory"), error=TEXT),
         "worker {worker} restarts in place and keeps its state"),
     EventKind("worker.revived", INFO, "The worker has its state again.", has(step=STEP),
               "worker {worker} has its state again"),
@@ -286,6 +295,13 @@ _CHECKPOINTS = (
     EventKind("state.checkpoints_withdrawn", WARNING, "Checkpoints of a wrong state are withdrawn.",
         (*has(steps=LIST), *may_have(left_step=ANY)),
         "the checkpoints of steps {steps:list} are withdrawn"),
+    EventKind("state.memory_not_pinned", WARNING,
+        "The system gives no pinned memory for the copy of a checkpoint from the GPU. The training "
+        "waits for each copy.",
+        has(bytes=BYTES, error=TEXT),
+        "no pinned memory for a checkpoint's share of {bytes:#byte}, so the training waits for "
+        "each copy: {error}",
+        remedy="Give the host, or the container, more memory."),
     EventKind("state.upload_stalled", WARNING,
         "No part of a worker's share is uploaded for 5 s, and 1 s more for each MiB on its way.",
         has(step=STEP, still_s=SECONDS, what=TEXT),

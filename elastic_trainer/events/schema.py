@@ -168,6 +168,7 @@ _HEARTBEAT = checked((
     *may_read(pid=PID, time=NUMBER, accepted=WHOLE, holds_state=FLAG, drains=FLAG, step=WHOLE,
               error=TEXT, left=TEXT, unsaved=TEXT, unreachable=NAMES, probe_port=PORT,
               meets_at_once=FLAG, saves=FLAG, published=WHOLE_OR_MINUS_ONE, differs=FLAG,
+              needs=WHOLE,
               at=Kind("what a worker's loop does", _is_at), hold_s=SECONDS, seen=NAME,
               arithmetic=Kind("the facts of a worker's arithmetic", _is_arithmetic),
               proof=Kind("a worker's proof", lambda value: not value or (

@@ -19,8 +19,14 @@ import torch
 from horovod.torch.elastic.sampler import ElasticSampler
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.state.device_copies import (
+    Copying,
+    await_devices,
+    copy_range,
+    devices_of,
+)
 from elastic_trainer.state.forms import CannotKeep
-from elastic_trainer.state.layout import Packed, copy_range, decode
+from elastic_trainer.state.layout import Packed, decode
 from elastic_trainer.state.live_state import LiveState
 
 
@@ -41,8 +47,7 @@ class LastCommit:
             self._memory = torch.empty(total, dtype=torch.uint8)
         self.step = -1  # until it is whole
         copy_range(packed, 0, total, self._memory)
-        for device in {tensor.device for tensor in packed.tensors if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        await_devices(devices_of(packed.tensors))
         self._header, self._classes, self.step = packed.header, packed.classes, step
 
     def packed(self) -> Packed:
@@ -60,7 +65,7 @@ class CommitState(LiveState):
         self.committed = self.phase = self.prepared = self.begun = self.lineage = 0
         self.phases, self.last_vote = 1, (0, 0, 0, 0)
         self.has_state = self.is_applying = self.is_built = False
-        self.last = LastCommit()
+        self.last, self.copying = LastCommit(), Copying()
 
     def build(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
               named: Mapping[str, Named]) -> None:

@@ -97,7 +97,7 @@ class StepEnd:
         # Stochastic rounding and after_step draw the same random numbers on every worker.
         phase = state.phase
         seed_everything(seed_of(job.schedule, state.committed, job.schedule.microbatches, phase))
-        state.is_applying = True
+        state.begin_applying()
         if self.is_skipped(loss := self.flat.mean_loss()):
             state.restore()
             state.loss = loss

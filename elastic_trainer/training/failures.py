@@ -7,13 +7,17 @@ What always holds:
 1. The user's own exception ends the run on all ranks, with its traceback, and is never retried.
    After a fault of the machine only this worker leaves: the others do its part of the step again.
    A worker whose replica differs leaves at once, too.
-2. No faults of the machine are: out of memory on a GPU (mostly the model is too large), errors of a
-   network connection (the other end may have failed), an illegal access or a failed assertion on
-   a GPU (mostly the code's). driver/membership.py finds out whether the same micro-batch fails on
-   another host too. Then it is the user's error.
+2. No faults of the machine are: out of memory on a GPU (mostly the model is too large), and errors
+   of a network connection (the other end may have failed). An error after which a process cannot
+   use its GPU any more is one, also an illegal access or a failed assertion, which may be the
+   code's. driver/ends.py finds out whether the same part of the same step fails on another host
+   too. Then it is the user's error.
 3. What is done about a loss that is not finite rests on the reduced loss, which all workers hold,
    and is decided before anything is applied: all do the same. A scaler handles gradients that
    overflow. The worker that ran a micro-batch knows its loss, and logs its samples.
+4. A worker that has done a step, and has no memory for the micro-batches that it takes over from
+   lost ones, ends nothing. It restarts in place, which frees its memory, and tries once. Then the
+   run waits for more workers.
 
 Source: cudaError_t in the CUDA runtime API's reference, whose texts PyTorch's errors carry;
 torch/utils/data/_utils and torch/csrc/DataLoader.cpp for loaders; c10/core/impl/alloc_cpu.cpp for
@@ -31,6 +35,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 import numpy
@@ -49,7 +54,7 @@ from elastic_trainer.data.loader_pool import LoaderKilled
 from elastic_trainer.events.log import Events
 from elastic_trainer.host.tracebacks import frames_of_user
 from elastic_trainer.options import Words
-from elastic_trainer.wire.heartbeat import MachineFault
+from elastic_trainer.wire.heartbeat import GPU_LOST, MachineFault
 from elastic_trainer.wire.plain import plain_text
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Dismissed, Driver, RunOver, Unsaved
 
@@ -173,8 +178,19 @@ TEXTS = {
         r"uncorrectable (ECC|NVLink) error|hardware stack error|over nvlink or a hardware error"
         r"|busy or unavailable|no CUDA-capable device is detected|system not yet initialized"
         r"|GPU is lost|fallen off the bus",
+    GPU_LOST:
+        r"(CUDA|HIP) error: (an illegal memory access|an illegal instruction|misaligned address"
+        r"|device-side assert|unspecified launch failure|the launch timed out|invalid program"
+        r" counter|operation not supported on global/shared|unknown error"
+        r"|CUBLAS_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR))"
+        r"|cuDNN error: CUDNN_STATUS_(EXECUTION_FAILED|INTERNAL_ERROR|MAPPING_ERROR)"
+        r"|Triton Error \[CUDA\]: (an illegal|device-side|misaligned|unspecified)",
 }
-"""Patterns in the texts of torch's errors that are no OSError."""
+"""Patterns in the texts of torch's errors that are no OSError. After those of GPU_LOST each call of
+CUDA in this process fails (cudaError_t: "the process must be terminated and relaunched")."""
+NO_MEMORY = re.compile(r"(CUDA|HIP) error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED)"
+                       r"|CUDNN_STATUS_ALLOC_FAILED")
+"""What torch raises, besides OutOfMemoryError, where a GPU has no memory left."""
 
 
 def machine_fault(error: BaseException) -> str:
@@ -202,6 +218,48 @@ def _kind(error: BaseException) -> str:
     if type(error) is RuntimeError or type(error).__module__.split(".")[0] == "torch":
         return next((kind for kind, text in TEXTS.items() if re.search(text, str(error))), "")
     return ""
+
+
+def raise_if_failed(device: torch.device) -> None:
+    """Raise what the device raises if it cannot be used any more. Waits for no kernel: one may wait
+    for a peer that is gone."""
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).query()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a GPU had no memory left when an exception, or one that it came from, was
+    raised."""
+    return any(isinstance(one, torch.OutOfMemoryError)
+               or (isinstance(one, RuntimeError) and NO_MEMORY.search(str(one)) is not None)
+               for one in _chain(error))
+
+
+@dataclass
+class Fit:
+    """How many micro-batches of a step fit into this worker's memory, as its steps have shown."""
+
+    done: int = 0
+    """The most micro-batches of a step that it has finished."""
+    failed: int = 0
+    """The fewest for which it had no memory; 0: none."""
+    needs: int = 0
+    """The smallest world that may fit; 0: any."""
+
+    def lack(self, mine: int, size: int) -> str:
+        """Take that there was no memory for `mine` micro-batches, more than this worker has done,
+        in a world of `size` workers; return what follows, as a sentence."""
+        if self.failed and mine >= self.failed:
+            self.needs = max(self.needs, size + 1)
+            return (f"A second try had no memory either, so the run waits for workers until it has "
+                    f"{self.needs}. A step of {self.done} micro-batches has fitted. Add hosts, or "
+                    f"use smaller micro-batches (microbatches=…) in a new run.")
+        self.failed = min(mine, self.failed or mine)
+        return (f"It had memory for {self.done}. It restarts, which frees its memory, and tries "
+                f"once more.")
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
 
 
 MAX_NAMED_SAMPLES = 64

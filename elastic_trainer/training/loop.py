@@ -32,7 +32,11 @@ from elastic_trainer.training.after_step import AfterStep, StopRequest
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
 from elastic_trainer.training.commit_step import StepEnd, weights_sha256
 from elastic_trainer.training.differing import GoingBack, refuse_differing_modules
-from elastic_trainer.training.failures import fault_of_machine
+from elastic_trainer.training.failures import (
+    fault_of_machine,
+    is_out_of_memory,
+    raise_if_failed,
+)
 from elastic_trainer.training.job import Job, Result, describe
 from elastic_trainer.training.microbatches import Microbatches
 from elastic_trainer.training.stages import Begun, Stage
@@ -41,7 +45,7 @@ from elastic_trainer.training.warm_up import WarmUp
 from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations, Hooks, WorldChanged
-from elastic_trainer.world.place import Driver, RunOver
+from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver, RunOver
 from elastic_trainer.world.replicas import Part, checksum
 from elastic_trainer.world.vote import Ballot, CheckpointBallot, Outcome
 
@@ -57,7 +61,7 @@ class Loop:
         self.work = Work(job, reduce, sending, events)
         self.state, self.replica = self.work.state, self.work.replica
         # a step: micro-batches → reduce → apply
-        self.microbatches = Microbatches(self.work, self.fault_of_machine, driver.is_broken)
+        self.microbatches = Microbatches(self.work, self.leaves_alone, driver.is_broken)
         self.end = StepEnd(self.work)
         self.warm_up = WarmUp(self.work)
         # what survives
@@ -82,6 +86,8 @@ class Loop:
                      expected_step_s=lambda size: self._microbatch_s * -(-microbatches // size),
                      write_alone=self._write_while_waiting, published=checkpointing.newest_step,
                      is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
+                     needs=lambda: self.work.fit.needs,
+                     raise_if_device_failed=partial(raise_if_failed, self.job.device),
                      owes=lambda: self.after_step.owes(),
                      attend=lambda: self.after_step.evaluations.attend())
 
@@ -216,6 +222,7 @@ class Loop:
         return self.generations.vote(step, replace(ballot, has_failed=has_failed))
 
     def _note_step(self, step: int, step_s: float, waited_s: float, pace: Pace) -> None:
+        self.work.fit.done = max(self.work.fit.done, len(self.microbatches.mine))
         self.generations.note_step(step, step_s)
         self._log_committed(step, step_s, **self.checkpointing.timing.taken())
         self.checkpointing.note_step(step_s)
@@ -242,6 +249,10 @@ class Loop:
     def fault_of_machine(self, error: BaseException) -> str:
         """Return what of this machine has failed, if others can go on; else ""."""
         return fault_of_machine(error, self.driver, self.world.size)
+
+    def leaves_alone(self, error: BaseException) -> bool:
+        """Return whether an error concerns this worker alone, and the others go on."""
+        return bool(self.fault_of_machine(error)) or lacks_memory(self, error)
 
     def _write_while_waiting(self) -> None:
         if self.after_step.is_at_begin():
@@ -289,3 +300,25 @@ class Loop:
             if self.launch.run_dir:
                 report.write_result(self.launch.run_dir)
         self.generations.vote(state.committed, Ballot())
+
+
+def lacks_memory(loop: Loop, error: BaseException) -> bool:
+    """Return whether there was no memory for micro-batches that this worker has taken over, and it
+    can restart."""
+    state, mine = loop.state, len(loop.microbatches.mine)
+    is_in_them = state.is_in_flight and not state.is_applying
+    return (is_out_of_memory(error) and is_in_them and loop.generations.is_guarded
+            and 0 < loop.work.fit.done < mine)
+
+
+def restart_for_memory(loop: Loop, error: BaseException, text: str) -> None:
+    """Restart this process, with its state, if it has no memory for what it has taken over. Returns
+    if that is not the case."""
+    if not lacks_memory(loop, error):
+        return
+    fit, mine, size = loop.work.fit, len(loop.microbatches.mine), loop.world.size
+    meaning = fit.lack(mine, size)
+    loop.events.emit("worker.out_of_memory", step=loop.state.committed, size=size,
+                     microbatches=mine, fitted=fit.done, needs=fit.needs, meaning=meaning,
+                     error=text[-MAX_ERROR_CHARACTERS:])
+    loop.generations.start_anew(str(error)[:500], "memory")

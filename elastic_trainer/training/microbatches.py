@@ -11,7 +11,8 @@ What always holds:
 1. Each micro-batch starts with the buffers, modes and extra state with which the step began, and
    with its own random seed.
 2. An exception of the user's code is kept for the vote: all workers stop at the same point. One
-   that the machine has caused is raised at once: the others do the step again without this worker.
+   that concerns this worker alone (a fault of its machine, too little memory for what it takes
+   over) is raised at once.
 3. If the user's code writes to `.grad`, this worker runs its micro-batches again, each with
    gradients of its own. What has left this worker before has the same bits.
 """
@@ -45,12 +46,12 @@ from elastic_trainer.world.collectives import PeersLost, World
 class Microbatches:
     """This worker's part of each step."""
 
-    def __init__(self, work: Work, fault_of_machine: Callable[[BaseException], str],
+    def __init__(self, work: Work, leaves_alone: Callable[[BaseException], bool],
                  is_broken: Callable[[], bool]):
         self.job, self.state, self.flat = work.job, work.state, work.flat
         self.reducer, self.scaling = work.reducer, work.scaling
         self._other_reducer = "" if work.reduce == "exact" else ', or use reduce="exact"'
-        self._fault_of_machine, self._is_broken = fault_of_machine, is_broken
+        self._leaves_alone, self._is_broken = leaves_alone, is_broken
         self.trace, self._handed_ns = work.events.trace, 0
         self.error: BaseException | None = None
         """What the user's code has raised in this step."""
@@ -62,7 +63,7 @@ class Microbatches:
         """The sums of the step are those of all workers."""
         self.number = -1
         """The micro-batch in hand; -1 where all workers do the same."""
-        self._mine = range(0)
+        self.mine = range(0)
         """This worker's micro-batches in its world."""
 
     def run(self, step: int, world: World,
@@ -85,7 +86,7 @@ class Microbatches:
     def _run(self, step: int, world: World, error: BaseException | None, *,
              again: bool = False) -> Generator[Microbatch, None, tuple[int, int]]:
         job, samples, digest = self.job, 0, 0
-        mine = self._mine = self.reducer.begin(world, again=again)
+        mine = self.mine = self.reducer.begin(world, again=again)
         self.error, self.losses = error, {}
         self.flat.tally.clear()
         self.left.clear()
@@ -135,7 +136,7 @@ class Microbatches:
         job, phase = self.job, self.state.phase
         self.state.reopen()
         key = step, phase, microbatch
-        ahead = keys_after(key, job.schedule, self._mine, self.state.phases)
+        ahead = keys_after(key, job.schedule, self.mine, self.state.phases)
         batch = job.readers.training.batch(seed_of(job.schedule, step, microbatch, phase), key,
                                            ahead, self._require_peers, indices)
         self.flat.gradients.open()
@@ -265,7 +266,7 @@ class Microbatches:
             self.number = -1
             raise
         except BaseException as error:  # sys.exit() too
-            if self._fault_of_machine(error):
+            if self._leaves_alone(error):
                 raise
             self.error = error
 

@@ -23,6 +23,7 @@ from elastic_trainer.reduce.ring import RingReducer, Sending
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.names import named_parameters
+from elastic_trainer.training.failures import Fit
 from elastic_trainer.training.job import Job, cut_of
 from elastic_trainer.training.optimizers import members_of
 from elastic_trainer.training.precision import Scaling
@@ -72,6 +73,7 @@ class Work:
                 self.flat, job.schedule.microbatches, sending, lambda **facts: events.emit(
                     "worker.gradients_compressed", step=self.state.committed, **facts))
         self.scaling = Scaling(job.scaler, self.flat.gradients)
+        self.fit = Fit()
         self._steps = 0
         self.require_kept(begins=True)
 
@@ -116,7 +118,8 @@ class Work:
         gradients = ({str(kind).removeprefix("torch."): sums
                       for kind, sums in self.flat.sums.items()}
                      if self.state.is_prepared else {})
-        facts = {"trained": self.flat.trained, "handed_over": handed_over}
+        facts = {"trained": self.flat.trained, "handed_over": handed_over,
+                 "fit": self.fit.to_dict()}
         return revive.write_live_state(self.state, gradients, facts)
 
     def take_up(self, memory: int | None) -> int | None:
@@ -127,6 +130,7 @@ class Work:
         if values is None:
             return None
         self.state.take_up(values["state"], values["in_flight"])
+        self.fit = Fit(**values["facts"]["fit"])
         if values["gradients"]:
             self.reducer.lay_out(values["facts"]["trained"])
         for name, tensor in values["gradients"].items():

@@ -50,10 +50,10 @@ from elastic_trainer.training.failures import (
 )
 from elastic_trainer.training.job import Job, Result, plan_of, sent, settled
 from elastic_trainer.training.listeners import open_timeline, opened, shown
-from elastic_trainer.training.loop import Loop
+from elastic_trainer.training.loop import Loop, restart_for_memory
 from elastic_trainer.training.settings import in_use
 from elastic_trainer.training.stages import Begun, Microbatch, Portion, Stage
-from elastic_trainer.training.warm_up import rehearse
+from elastic_trainer.training.warm_up import rehearse, warm_nccl
 from elastic_trainer.world import standby as standby
 from elastic_trainer.world.drivers import driver_of
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
@@ -124,6 +124,8 @@ class Worker:
             yield from self._rehearse()
         stood_by = standby.wait_for_place()
         reduce = self._take_place()
+        if self.launch.horovod:
+            warm_nccl(self.job.device)
         if stood_by:
             self.events.emit("worker.stood_by", **stood_by)
         self.driver = driver_of(self.launch, self.events)
@@ -158,6 +160,7 @@ class Worker:
 
     def _rehearse(self) -> Generator[Stage, None, None]:
         expect_exact(self.job.device.type, self.options["reduce"])
+        warm_nccl(self.job.device)
         yield from rehearse(
             self.job, Loop(self.job, Launch(), Driver(), Events(None), "exact", Sending()).warm_up)
 
@@ -207,6 +210,8 @@ class Worker:
         if self.loop and (kind := self.loop.fault_of_machine(error)):
             leave_as_dead(kind, text, self.loop.state.committed, self.loop.microbatches.number,
                           launch=self.launch, driver=self.driver, events=self.events)
+        if self.loop:
+            restart_for_memory(self.loop, error, text)
         text += self.advice
         self.events.emit("worker.failed", error=text[-MAX_ERROR_CHARACTERS:])
         # The driver learns of a worker that never stood ready by its exit code.

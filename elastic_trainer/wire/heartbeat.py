@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
 
+GPU_LOST = "an error that ends the use of the GPU"
+"""The kind of a fault of which the code may be the cause. CUDA raises it at a later call, so not
+always in the micro-batch that has it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MachineFault:
     """An exception that the machine of a worker has caused."""
@@ -103,6 +108,9 @@ class Heartbeat:
     machine: MachineFault | None = None
     differs: bool = False
     """It holds other bits than most of its world, and leaves."""
+    needs: int = 0
+    """The number of workers that a world must have, because this worker had no memory for its part
+    of a smaller one; 0: any number."""
     at: At | None = None
     """What its loop does; None: it is in no step."""
     pid: int = 0

@@ -91,6 +91,10 @@ class Hooks:
     """True while a checkpoint is on its way to the store: a driver that stops waits for it."""
     published: Callable[[], int] = lambda: -1
     """The newest step that this worker knows to be published."""
+    needs: Callable[[], int] = lambda: 0
+    """How many workers a world must have for this worker's memory; 0: any number."""
+    raise_if_device_failed: Callable[[], None] = _nothing
+    """Raises what CUDA raises if this worker cannot use its GPU any more. It waits for nothing."""
     owes: Callable[[], bool] = lambda: False
     """True while the user's code has not ended after the last finished step."""
     attend: Callable[[], None] = _nothing
@@ -135,7 +139,7 @@ class Generations:
         self._transfer = Transfer(self.world, events, hooks.all_parts, self.settle_difference,
                                   hooks.user_reduces)
         self._live_state: Callable[[], Any] = _nothing
-        self._generation, self.local_size, self._is_guarded, self._trains = 0, 1, False, False
+        self._generation, self.local_size, self.is_guarded, self._trains = 0, 1, False, False
         self._change_wanted_since: float | None = None
         self._redone_step = -1
         """The newest step that this worker has logged as done again."""
@@ -173,7 +177,7 @@ class Generations:
                 self._end()
                 raise
             except ReplicaDiffers:
-                self._is_guarded = False  # its bits are not to be kept
+                self.is_guarded = False  # its bits are not to be kept
                 self._session.close_sockets()
                 self._end()
                 raise
@@ -184,7 +188,7 @@ class Generations:
     def _start_driver(self, state: LiveState) -> None:
         hooks = DriverHooks(on_broken=self._on_broken, write_alone=self.hooks.write_alone,
                             is_saving=self.hooks.is_moving, published=self.hooks.published,
-                            at=self._session.at)
+                            needs=self.hooks.needs, at=self._session.at)
         self.driver.start(hooks, state.has_state, state.committed, self.arithmetic,
                           meets_at_once=init_can_fail())
 
@@ -211,6 +215,7 @@ class Generations:
             self._session.close_sockets()  # before anything else: it informs our neighbours
         if not isinstance(why, WorldChanged):
             self.events.emit("worker.generation_broken", error=str(why)[:500])
+            self.hooks.raise_if_device_failed()  # Horovod's shutdown would wait for the GPU
         self._session.end()
         if not isinstance(why, WorldChanged):
             state.restore()
@@ -221,11 +226,11 @@ class Generations:
     def _end(self) -> None:
         """Leave the last generation. Afterwards this process writes no state for a successor."""
         self._session.end()
-        self._is_guarded = False
+        self.is_guarded = False
 
     def keep_session(self) -> None:
         """Restart in place no more. Horovod stays up, for the user's code."""
-        self._is_guarded = False
+        self.is_guarded = False
 
     def _note_end(self) -> None:
         """Note when the training paused. A generation that broke before it trained is no pause."""
@@ -255,14 +260,15 @@ class Generations:
         init."""
         if not self.driver.is_mended:
             return  # plain horovodrun would take the restart for a death
-        self._is_guarded, self._live_state = True, live_state
-        revive.on_terminate(self._start_anew)
+        self.is_guarded, self._live_state = True, live_state
+        revive.on_terminate(self.start_anew)
 
-    def _start_anew(self, error: str) -> None:
-        if not self._is_guarded:
+    def start_anew(self, error: str, where: str = "") -> None:
+        """Restart this process in place, with its live state. Does not return."""
+        if not self.is_guarded:
             os.abort()  # the training has ended and has returned its result
         self.driver.revive_soon()
-        where = "init" if self._session.is_starting else "training"
+        where = where or ("init" if self._session.is_starting else "training")
         self.events.emit("worker.revives", where=where, error=error)
         self.events.flush()
         self._session.take_back_environment()  # the successor must not take it for the user's
@@ -273,8 +279,7 @@ class Generations:
     def _on_broken(self) -> None:
         """End the collectives that wait for a lost member. The heartbeats' thread calls it."""
         if self._session.is_starting and not init_can_fail():
-            # The main thread is in hvd.init() and would be aborted after Gloo's time-out.
-            self._start_anew("")
+            self.start_anew("")  # else Gloo's time-out aborts the main thread in hvd.init()
         self._session.close_sockets()
 
     # --- the vote -------------------------------------------------------------------------------
@@ -286,8 +291,7 @@ class Generations:
             ballot, wants=wants, change_waits=self.change_waits(wants, time.monotonic())))
 
     def change_waits(self, wants: Wants, now: float) -> bool:
-        """True if a change of the world should wait for the checkpoint in flight. Notes when the
-        driver began to want the change."""
+        """True if a change of the world should wait for a checkpoint. Notes when it was wanted."""
         since = self._change_wanted_since or now
         self._change_wanted_since = since if wants.change else None
         next_vote = now + self.hooks.expected_step_s(self.world.size)

@@ -160,7 +160,7 @@ class OurDriver(Driver):
     def _next_heartbeat(self, hold_s: float, seen: str) -> Heartbeat:
         saves, published = self._hooks.is_saving(), self._hooks.published()
         return self._reports.next(saves=saves, published=published, hold_s=hold_s, seen=seen,
-                                  at=self._hooks.at())
+                                  at=self._hooks.at(), needs=self._hooks.needs())
 
     def _send_heartbeats(self) -> None:
         client, version = self._client(self.limits.silence_s / 2), ""

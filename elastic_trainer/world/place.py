@@ -48,6 +48,8 @@ class DriverHooks:
     """True while a checkpoint is on its way to the store: a driver that stops waits for it."""
     published: Callable[[], int] = lambda: -1
     """The newest step that this worker knows to be published."""
+    needs: Callable[[], int] = lambda: 0
+    """How many workers a world must have for this worker's memory; 0: any number."""
     at: Callable[[], At | None] = lambda: None
     """What the loop does now; None: it is in no step."""
 

@@ -29,6 +29,7 @@ import sys
 from dataclasses import replace
 from ipaddress import IPv6Address
 
+import torch
 from horovod.torch import mpi_ops
 
 from elastic_trainer.config import Launch
@@ -100,6 +101,9 @@ class Session:
         if self._is_up:
             self._is_up = False
             mpi_ops.shutdown()
+            # The next world's parts have other sizes, and NCCL takes its own memory from what
+            # torch's allocator does not hold. Without CUDA this does nothing.
+            torch.cuda.empty_cache()
         self._sockets = set()
 
     def close_sockets(self) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.config import EXIT_LEFT
 from elastic_trainer.state.configuration import RUN, taken
@@ -30,6 +31,10 @@ NAME_BYTES = 4608
 WHO = ("ELASTIC_TRAINER_WORKER", "ELASTIC_TRAINER_ATTEMPT", "ELASTIC_TRAINER_RUN_DIR")
 """The only variables of the place that are written there: every process of the same user can read
 them, and they appear in logs."""
+DEVICE = "ELASTIC_TRAINER_STANDBY_DEVICE"
+"""cpu: a standby uses no GPU before it has its place."""
+OF_A_GPU = ("CUDA_VISIBLE_DEVICES", "NCCL_")
+"""The variables with which a place names its GPU."""
 OF_THE_PLACE = ("HOROVOD_", "_HOROVOD_", "ELASTIC_TRAINER_")
 REASON_BYTES = 2000
 
@@ -73,6 +78,31 @@ def wait_for_place() -> dict[str, float]:
     monitor.close()
     write_name(os.environ)
     return {"waited_s": round(time.monotonic() - since, 3)}
+
+
+def stays_off_gpu(env: Mapping[str, str]) -> bool:
+    return env.get(DEVICE) == "cpu"
+
+
+def stay_off_gpu() -> None:
+    """Let a standby that should stay off the GPU wait for its place at the first use of one. Its
+    place then names the GPU, because CUDA reads its variables at that time.
+
+    Source: torch/csrc/utils/device_lazy_init.cpp calls the attribute `torch.cuda._lazy_init`.
+    """
+    if not (is_standby() and stays_off_gpu(os.environ)):
+        return
+    import torch  # later: the monitor imports this module
+
+    cuda: Any = torch.cuda
+    begin = cuda._lazy_init
+
+    def wait_and_begin() -> None:
+        wait_for_place()
+        cuda._lazy_init = begin
+        begin()
+
+    cuda._lazy_init = wait_and_begin
 
 
 def reads_otherwise(booted_with: Mapping[str, str], now: Mapping[str, str],

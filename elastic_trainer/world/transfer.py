@@ -8,21 +8,28 @@ What always holds:
    the newcomers have none, as before.
 2. Each piece has a CRC-32, which its giver computes.
 3. Before the first byte the givers compare their tensors, and checksums of all that they hold.
+4. Each byte leaves the giver's device once, in pieces of TRANSFER_BYTES at most. All pieces use the
+   same memory of the host, which is pinned where the state is on a GPU.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from elastic_trainer.events.log import Events
+from elastic_trainer.state.device_copies import (
+    await_devices,
+    copy_range,
+    devices_of,
+    new_memory,
+)
 from elastic_trainer.state.layout import (
     LayoutError,
     Packed,
-    byte_ranges,
     differing,
     fill_range,
     tensors_digest,
@@ -35,9 +42,6 @@ from elastic_trainer.world.vote import Peers
 
 TRANSFER_BYTES = 16 << 20
 """The bytes of state that each newcomer receives in one collective. Their memory is reused."""
-
-Reader = Callable[[int, int], Iterable[torch.Tensor]]
-"""Returns the bytes [low, high) in pieces."""
 
 
 class Transfer:
@@ -66,13 +70,12 @@ class Transfer:
         header_bytes, payload_bytes = self._agree(packed, givers, state.committed)
         self._events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
         # Numbers in the headers may differ, so all of the header is one giver's.
-        read_header = _reader_of(packed.header) if packed and world.rank == givers[0] else None
+        sent_header = _as_payload(packed.header) if packed and world.rank == givers[0] else None
         header = torch.empty(header_bytes if is_taker else 0, dtype=torch.uint8)
-        for low, piece in self._deal(read_header, header_bytes, givers[:1], takers, "header"):
+        for low, piece in self._deal(sent_header, header_bytes, givers[:1], takers, "header"):
             header[low : low + piece.numel()] = piece
         room = _room_for(state, header, payload_bytes) if is_taker else Packed(b"", [])
-        read_payload = _reader_of_payload(packed) if packed else None
-        for low, piece in self._deal(read_payload, payload_bytes, givers, takers, "payload"):
+        for low, piece in self._deal(packed, payload_bytes, givers, takers, "payload"):
             fill_range(room, low, piece)
         if is_taker:
             state.load(unpack(room))
@@ -103,7 +106,7 @@ class Transfer:
         if wrong := differing({giver: digests[giver] for giver in givers}):
             raise RuntimeError(f"no worker can join: {wrong}.")
 
-    def _deal(self, read: Reader | None, total: int, givers: list[int], takers: list[int],
+    def _deal(self, sent: Packed | None, total: int, givers: list[int], takers: list[int],
               name: str) -> Iterator[tuple[int, torch.Tensor]]:
         """Give each taker `total` bytes: each giver sends its share of each piece, with a CRC-32.
 
@@ -111,14 +114,15 @@ class Transfer:
         exhausted by both.
         """
         world = self._world
+        outgoing = _Outgoing(sent, min(total, TRANSFER_BYTES), givers, takers) if sent else None
         for start in range(0, total, TRANSFER_BYTES):
             shares = _shares(start, min(start + TRANSFER_BYTES, total), givers)
-            outgoing, splits = torch.empty(0, dtype=torch.uint8), [0] * world.size
-            if read is not None:
+            copies, splits = torch.empty(0, dtype=torch.uint8), [0] * world.size
+            if outgoing:
                 low, high = shares[world.rank]
-                outgoing = _sealed_copies(read(low, high), high - low, len(takers))
+                copies = outgoing.sealed(low, high)
                 splits = [high - low + 4 if rank in takers else 0 for rank in range(world.size)]
-            incoming = world.alltoall(outgoing, splits, f"state.{name}")
+            incoming = world.alltoall(copies, splits, f"state.{name}")
             if world.rank in takers:
                 yield from _opened(incoming, shares)
 
@@ -129,19 +133,24 @@ def _shares(start: int, stop: int, givers: Sequence[int]) -> dict[int, tuple[int
     return {giver: (cuts[i], cuts[i + 1]) for i, giver in enumerate(givers)}
 
 
-def _sealed_copies(parts: Iterable[torch.Tensor], length: int, count: int) -> torch.Tensor:
-    """Return `count` copies of a piece with its CRC-32 after it, one after the other.
+class _Outgoing:
+    """What a giver sends, piece by piece, from the same memory: one copy for each taker."""
 
-    One copy, into memory that is new: all others wait for it.
-    """
-    copies = torch.empty(count, length + 4, dtype=torch.uint8)
-    at = 0
-    for part in parts:
-        copies[0, at : at + part.numel()] = part
-        at += part.numel()
-    copies[0, at:] = torch.frombuffer(_crc(copies[0, :at]), dtype=torch.uint8)
-    copies[1:] = copies[0]
-    return copies.view(-1)
+    def __init__(self, packed: Packed, most: int, givers: Sequence[int], takers: Sequence[int]):
+        self._packed, self._count = packed, len(takers)
+        self._devices = devices_of(packed.tensors)
+        room = self._count * (-(-most // len(givers)) + 4)
+        [self._memory] = new_memory(room, max(room, 1), bool(self._devices)).pieces
+
+    def sealed(self, low: int, high: int) -> torch.Tensor:
+        """Return the bytes [low, high) with their CRC-32 after them, once for each taker."""
+        length = high - low
+        copies = self._memory[: self._count * (length + 4)].view(self._count, length + 4)
+        copy_range(self._packed, low, high, copies[0, :length])
+        await_devices(self._devices)
+        copies[0, length:] = torch.frombuffer(_crc(copies[0, :length]), dtype=torch.uint8)
+        copies[1:] = copies[0]
+        return copies.view(-1)
 
 
 def _opened(incoming: torch.Tensor,
@@ -155,13 +164,8 @@ def _opened(incoming: torch.Tensor,
         yield low, piece
 
 
-def _reader_of(header: bytes) -> Reader:
-    whole = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    return lambda low, high: [whole[low:high]]
-
-
-def _reader_of_payload(packed: Packed) -> Reader:
-    return lambda low, high: byte_ranges(packed, low, high)
+def _as_payload(header: bytes) -> Packed:
+    return Packed(b"", [torch.frombuffer(bytearray(header), dtype=torch.uint8)])
 
 
 def _room_for(state: LiveState, header: torch.Tensor, payload_bytes: int) -> Packed:

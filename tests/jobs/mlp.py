@@ -59,6 +59,9 @@ parser.add_argument("--archives", help="samples are read from tar archives, e.g.
 parser.add_argument("--mixture", action="store_true",
                     help="the samples are drawn from two datasets by weights")
 parser.add_argument("--evaluate-on", help="on this host only")
+parser.add_argument("--fits", type=int, default=1 << 20,
+                    help="the worker has memory for this many micro-batches of a step (with "
+                    "--iterator)")
 options = parser.parse_args()
 if injector:
     injector.linger_at_the_end(options.steps, options.step_s)
@@ -182,6 +185,9 @@ if options.iterator:
     for step in trainer:
         for phase in optimizers if options.phases else [""]:
             for batch in step.phase(phase):
+                if not step.is_tried and len(
+                        trainer._worker.loop.microbatches.mine) > options.fits:
+                    raise torch.OutOfMemoryError("CUDA out of memory, as planned")
                 step.backward(loss(model, batch))
                 if is_here_and_now(options.stop_at, step.number):
                     step.stop("as planned")
