@@ -257,6 +257,12 @@ class Lab:
             subprocess.run([*there, "tc", "qdisc", "replace" if kbit else "del", "dev",
                             device, "root", *pace], check=True, capture_output=True)
 
+    def sent_bytes(self, name: str) -> int:
+        """Return how many bytes the interface of a host has sent."""
+        lines = self.inside(name, "cat", "/proc/net/dev").splitlines()
+        (line,) = [line for line in lines if f"{self.hosts[name].interface}:" in line]
+        return int(line.partition(":")[2].split()[8])
+
     def fill(self, name: str, folder: str | Path) -> None:
         """Fill a disk of a host's own: with a file named full, which may be removed."""
         self.inside(name, "sh", "-c", f"cat /dev/zero > {folder}/full; true")
@@ -535,6 +541,4 @@ def sent_gradients(lab: Lab, folder: Path, slots: int, mib: int, steps: int) -> 
     with fleet:
         assert fleet.wait(600) == 0, fleet.story()
         assert {e["size"] for e in fleet.events("worker.generation_started")} == {2 * slots}
-    sent = [int(lab.inside(name, "cat", f"/sys/class/net/{lab.hosts[name].interface}/statistics/"
-                                        "tx_bytes")) for name in names]
-    return max(sent) / steps / (mib << 20)
+    return max(map(lab.sent_bytes, names)) / steps / (mib << 20)

@@ -313,6 +313,6 @@ def test_a_slow_line_is_named_and_stacks_of_far_workers_come(lab: Lab, tmp_path:
 def test_a_host_sends_its_gradient_once_whatever_the_number_of_its_workers(
         lab: Lab, tmp_path: Path) -> None:
     """Four workers of each of two hosts: half a gradient goes to the other host, and 7/8 of the sum
-    passes on. If each worker sent its own, it were 2.9 gradients."""
+    passes on, beside the state at the start. If each worker sent its own, it were 3.1 gradients."""
     sent = sent_gradients(lab, tmp_path, slots=4, mib=4, steps=20)
-    assert 1.375 <= sent <= 1.375 * 1.25, sent
+    assert 1.375 <= sent <= 2, sent
