@@ -32,6 +32,8 @@ from terraform import Root, provider, settings_of
 ROOT = Path(__file__).resolve().parent.parent
 IMAGE = "ami-0b301ce3ce347599c"  # one that moto has
 OTHER_IMAGE = "ami-076f415166b04f5fe"
+GPU_IMAGE = "ami-999844e0"
+"""moto's "Deep Learning AMI Amazon Linux - 3.3_Oct2017"."""
 IMAGE_GB = 100
 NAME, BUCKET, OPEN_BUCKET = "mine", "training-1", "open-1"
 CODE = f"{NAME}/code.tar.gz"

@@ -21,7 +21,7 @@ from typing import Any
 import boto3
 import pytest
 from botocore.exceptions import NoCredentialsError
-from cloud import AWS, IMAGE
+from cloud import AWS, GPU_IMAGE, IMAGE
 from moto_server import moto_server
 from s3_servers import Unavailable
 from terraform import DEPLOY
@@ -359,6 +359,31 @@ def test_options_on_the_command_line_replace_those_of_the_file(person: Person) -
             ({"image_id": "ami-00000000000000000"}, "no image ami-00000000000000000")):
         status, output = person.check(**variables)
         assert status == 1 and sentence in output
+
+
+def test_a_fleet_with_gpus_is_checked_with_its_image_its_price_and_its_traffic(
+        person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the script: the image without a driver, then one with it; slots; zones; a sum of dollars.
+    """
+    person.applied |= {STANDARD: 32.0, GPU: 64.0}
+    gpus: dict[str, Any] = {"instance_types": ["g5.xlarge"], "zones": []}
+    status, output = person.check(**gpus)
+    assert status == 1 and "names no NVIDIA driver" in output, output
+    assert "--name /aws/service/deeplearning/ami/" in output
+    gpus["image_id"] = GPU_IMAGE
+    status, output = person.check(**gpus)
+    for sentence in ("GPUs: 1 on each machine, with 1 workers.", "zones: us-east-1a offer",
+                     "the gradients between 1 zone cost nothing", "is on disks of 45 GB"):
+        assert sentence in output, output
+    assert "Remove slots" in person.check(**gpus, slots=2)[1]
+    monkeypatch.setitem(person.env, "GRADIENT_GB", "3")
+    gpus["zones"] = ["us-east-1a", "us-east-1b"]
+    status, output = person.check(**gpus)
+    assert "between 2 zones cost 864.00 dollars an hour or more, with 3 GB" in output, output
+    status, output = person.check(**gpus, max_price_per_hour=0.00002)
+    assert status == 1 and "which allows 2 machines." in output, output
+    monkeypatch.setitem(person.env, "STEP_S", "0")
+    assert person.check(**gpus)[0] == 2
 
 
 def test_variables_that_terraform_refuses_are_reported_with_terraforms_message(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 
 import boto3
 import pytest
-from cloud import AWS, IMAGE, NAME, OPEN_BUCKET
+from cloud import AWS, GPU_IMAGE, IMAGE, NAME, OPEN_BUCKET
 from moto_server import moto_server
 from s3_servers import Unavailable
 from terraform import DEPLOY, Root
@@ -188,8 +189,6 @@ def test_the_brake_counts_machines_that_run_at_their_price_and_others_at_the_dea
 
 # --- at the apply ---------------------------------------------------------------------------------
 
-GPU_IMAGE = "ami-999844e0"
-"""moto's "Deep Learning AMI Amazon Linux - 3.3_Oct2017"."""
 VARIABLES = {"region": "us-east-1", "bucket": OPEN_BUCKET, "name": NAME, "workers": 2,
              "image_id": GPU_IMAGE, "instance_types": ["p5.48xlarge", "p4d.24xlarge"],
              "placement_group": True, "max_price_per_hour": 50}
@@ -237,6 +236,8 @@ def test_a_fleet_with_gpus_is_planned_as_its_types_need_it(fleet: Root) -> None:
     assert group["placement_group"] == "mine-workers"
     assert {"MaxPricePerHour": "50", "Workers": "2"}.items() <= {
         tag["key"]: tag["value"] for tag in group["tag"]}.items()
+    assert "ec2:DescribeSpotPriceHistory" in plan["aws_iam_role_policy.coordinator"]["after"][
+        "policy"]
     rules = {address: one["after"] for address, one in plan.items() if "workers: EFA" in address}
     assert len(rules) == 2 and {rule["ip_protocol"] for rule in rules.values()} == {"-1"}
     assert not any(rule.get("cidr_ipv4") for rule in rules.values())
@@ -273,6 +274,14 @@ def test_a_fleet_without_gpus_gets_none_of_it(fleet: Root) -> None:
     assert not interface["interface_type"]
     assert not any("EFA" in address or "placement_group" in address for address in plan)
     assert sum(address.startswith("aws_subnet.zone") for address in plan) == 3
+
+
+def test_the_coordinator_may_read_prices_only_for_a_sum_of_dollars() -> None:
+    """The statement that allows it depends on the variable."""
+    text = (DEPLOY / "terraform" / "fleet" / "iam.tf").read_text()
+    assert re.search(r'for_each = var.max_price_per_hour\[\*\]\s+content {\s+'
+                     r'actions   = \["ec2:DescribeSpotPriceHistory"\]', text)
+    assert text.count("SpotPrice") == 1
 
 
 # --- on the coordinator ---------------------------------------------------------------------------
