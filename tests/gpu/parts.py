@@ -244,22 +244,24 @@ def memory(lab: Lab) -> Facts:
     file = lab.empty() / "memory.jsonl"
     command = lab.job("--steps", "100000", "--step-s", "0.1", "--memory", str(file))
     with lab.cluster(2, command) as cluster:
-        survivor = None
+        stays, goes = cluster.all_hosts
         generation = cluster.wait_for_world(2)
         while generation < lab.generations:
-            lab.left_s(60)
             cluster.wait_for("a step", lambda new=generation: cluster.committed(new),
                              lab.left_s(60))
-            survivor = survivor or cluster.live_pids()[next(
-                name for name in cluster.live_pids() if name.startswith("127.0.0.1/"))]
-            cluster.signal_worker("127.0.0.2", signal.SIGKILL)
+            cluster.signal_worker(goes, signal.SIGKILL)
+            # Another host takes its place: the same one would have a back-off, longer each time.
+            goes = f"127.0.0.{int(goes.rpartition('.')[2]) + 1}"
+            cluster.set_hosts([stays, goes])
             generation = cluster.wait_for_world(2, after=generation)
-        assert not [e for e in cluster.lost() if e["worker"].startswith("127.0.0.1/")]
+        (survivor,) = [pid for name, pid in cluster.live_pids().items()
+                       if name.startswith(f"{stays}/")]
+        assert not [e for e in cluster.lost() if e["worker"].startswith(f"{stays}/")]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     held = [line["mib"] for line in lines if line["pid"] == survivor]
-    assert len(held) >= lab.generations // 2, held
+    assert len(held) >= lab.generations - 1, held
     first, last = held[1], statistics.median(held[-3:])
-    assert last <= 1.05 * first + 16, held
+    assert last <= 1.05 * first + (16 if lab.device == "cuda" else 64), held
     return {"generations": generation, "mib_after_2": round(first), "mib_at_end": round(last)}
 
 
