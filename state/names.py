@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import is_, methodcaller
+from operator import attrgetter, is_, methodcaller
 from typing import Any, TypeVar
 
 import torch
@@ -100,8 +100,7 @@ class Table:
                 and self._keys() == self._names)
 
     def _tables(self) -> list[dict[str, Any]]:
-        kind = self._kind
-        return [getattr(module, kind) for module in self._modules]
+        return [*map(attrgetter(self._kind), self._modules)]
 
     def _values(self) -> list[Any]:
         return [*chain.from_iterable(map(methodcaller("values"), self._full))]

@@ -44,6 +44,7 @@ from elastic_trainer.events.log import Events
 from elastic_trainer.schedule.intervals import interval_of
 from elastic_trainer.state.module_attributes import attributes_put_back
 from elastic_trainer.state.supported import refused_dataset
+from elastic_trainer.state.together import copy_together
 from elastic_trainer.training.failures import PeerFailed
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.stages import Evaluated, Portion, Stage
@@ -122,10 +123,11 @@ class Examination:
 
     def _put_buffers_back(self) -> None:
         with torch.no_grad():
-            for module, name, buffer, before in self._buffers:
+            for module, name, buffer, _ in self._buffers:
                 module._buffers[name] = buffer
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
+            # To compare them first would wait for a GPU once for each.
+            copy_together([one for _, _, one, _ in self._buffers],
+                          [one for _, _, _, one in self._buffers])
 
     def alone(self) -> dict[str, Any]:
         """Compute all batches on this worker: the run is finished, and its world has ended."""
