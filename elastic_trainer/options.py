@@ -110,8 +110,8 @@ class Own(TypedDict, total=False):
     scheduler of this optimizer: it is stepped once for each finished step (not epoch), and it is
     part of the state. With several optimizers, a dict of torch schedulers by the names of the
     optimizers; one that has none keeps its rates. ReduceLROnPlateau gets the loss of each step, so
-    its patience counts steps. Nothing else may set a rate. (In a file `lr` is a number of the
-    script's own.)"""
+    its patience counts steps. Nothing else may set a rate; without `lr`, the optimizer may in its
+    own step. (In a file `lr` is a number of the script's own.)"""
     clip_norm: Annotated[float | None, Option(None, gt=0)]
     """The largest global norm of the gradient: a larger one is scaled down to it."""
     clip_value: Annotated[float | None, Option(
@@ -323,7 +323,7 @@ def require_values(given: Mapping[str, Any], known: Mapping[str, tuple[Any, Opti
 
 def _checked(kind: Any, option: Option, is_in_file: bool) -> Any:
     """Return the type that pydantic checks. Objects are checked where they are used."""
-    from pydantic import AfterValidator, Field
+    from pydantic import AfterValidator, BeforeValidator, Field
 
     plain = plain_types(kind)
     if not is_in_file and set(get_args(kind) or (kind,)) - {*plain, type(None)}:
@@ -333,7 +333,14 @@ def _checked(kind: Any, option: Option, is_in_file: bool) -> Any:
         found = found | None
     limits = {key: limit for key in ("ge", "gt", "lt")
               if (limit := getattr(option, key)) is not None}
-    return Annotated[found, Field(**limits), AfterValidator(option.parse or (lambda value: value))]
+    return Annotated[found, Field(**limits), BeforeValidator(_plain),
+                     AfterValidator(option.parse or (lambda value: value))]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value, or one of no type for what pydantic takes for a number because it can be made
+    one: the record of a checkpoint could not have a tensor."""
+    return value if value is None or isinstance(value, (int, float, str, os.PathLike)) else object()
 
 
 def in_words(kind: Any, option: Option, is_in_file: bool) -> str:

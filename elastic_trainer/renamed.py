@@ -2,7 +2,8 @@
 
 event log → here → events/schema.py        record of a checkpoint → here → state/checkpoint.py
 
-An old name that is given today is an error that tells the new one (`remedy`; options.py).
+An old name that is given today is an error that tells the new one (`remedy`; options.py), and so
+is one of torch's DataLoader.
 """
 
 from __future__ import annotations
@@ -30,8 +31,22 @@ OPTIONS = {"epochs": ("until", "{} epochs"), "max_steps": ("until", "{} steps"),
 that is another one."""
 
 
+OF_DATA_LOADER = {
+    "batch_size": "global_batch: the samples of a step over all workers",
+    "num_workers": "loader=Loader(workers=4)", "prefetch_factor": "loader=Loader(prefetch=2)",
+    "pin_memory": "loader=Loader(pin=True)", "timeout": "loader=Loader(timeout_s=300)",
+    "collate_fn": "collate", "shuffle": 'order: "shuffled" or "sequential"',
+    "sampler": 'order: "shuffled", "sequential", Weighted(weights) or LikeLength(lengths)',
+    "batch_sampler": "order and global_batch", "generator": "seed",
+    "worker_init_fn": "seed: each sample has random numbers of its own, and a dataset opens its "
+                      "files when it reads the first sample"}
+"""Options of torch's DataLoader, and what has their place."""
+
+
 def remedy(option: str, value: Any) -> str:
-    """Return a sentence with the present name of an option; "" if the name is not an old one."""
+    """Return a sentence with what has the place of an option; "" if nothing has."""
+    if option in OF_DATA_LOADER:
+        return f" It is one of torch's DataLoader. Use {OF_DATA_LOADER[option]}."
     name, form = OPTIONS.get(option, ("", ""))
     example = f", e.g. {name}=\"{form.format(value)}\"" if form else ""
     return f" It is now called {name}: use {name}{example}." if name else ""

@@ -10,7 +10,8 @@ holds:
    rolls the step forward.
 3. Buffers stay the same tensors. One that a forward pass replaces (`self.mean = …`) is put back,
    and takes the values of its replacement at the micro-batch's end. Their rules are in
-   reduce/buffers.py.
+   reduce/buffers.py. One that the user's code replaces between two steps is put back, too, with
+   the new values. Another shape or type is an error at the next step.
 4. Modes (train or eval) and extra state (get_extra_state, set_extra_state: FP8 scales) have no mean
    over micro-batches. The step ends with what its first micro-batch has left, in every world. With
    one worker and one micro-batch this is what plain PyTorch does.
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ import torch
 from elastic_trainer.state.forms import as_built, mapped
 from elastic_trainer.state.layout import pack
 from elastic_trainer.state.names import Table, named_buffers, named_parameters, plain
-from elastic_trainer.state.supported import moved_buffers
+from elastic_trainer.state.supported import BUFFERS_STAY, moved_buffers, some
 from elastic_trainer.state.together import groups_of
 
 SUFFIX = "_extra_state"
@@ -79,6 +80,8 @@ class ModelBuffers:
         self.left: list[dict[str, torch.Tensor]] = []
         """Of the prepared step: what its micro-batches have left, in order, in buffers whose rule
         needs each value (reduce/buffers.py)."""
+        self.misfits: dict[str, str] = {}
+        """What the user's code has put in the place of buffers, where it does not fit."""
         self.take()
 
     def take(self) -> None:
@@ -138,10 +141,33 @@ class ModelBuffers:
         return [(one, one._version) for one in now]
 
     def begin(self) -> None:
+        self.settle()
         self.before = dict(self._kept)
         with torch.no_grad():
             for buffers, kept in self._pairs:
                 torch._foreach_copy_(kept, buffers)
+
+    def settle(self) -> None:
+        """Take the values of the buffers that the user's code has replaced between two steps."""
+        if self.before or not self.named or self._table.has_same():
+            return
+        now = named_buffers(self._model)
+        fitting = {name: now.get(name, buffer) for name, buffer in self.named.items()}
+        if any(fitting[name] is not buffer for name, buffer in self.named.items()):
+            self.misfits |= moved_buffers(self.named, fitting)
+            self.adopt(left_out=self.misfits)
+
+    def settled(self) -> ModelBuffers:
+        """Return these buffers, with the values of what the user's code has put in their place."""
+        self.settle()
+        return self
+
+    def check(self, step: int) -> None:
+        """Raise RuntimeError if the user's code has replaced a buffer by another kind of one."""
+        if self.misfits:
+            raise RuntimeError(
+                f"code between two steps has replaced the buffers {some(self.misfits.values())} "
+                f"before step {step}. {BUFFERS_STAY}")
 
     def forget(self) -> None:
         self.before, self.left = {}, []
@@ -156,15 +182,17 @@ class ModelBuffers:
             self.before[name].copy_(value)
         self.reset()
 
-    def adopt(self) -> list[tuple[str, torch.Tensor]]:
+    def adopt(self, left_out: Container[str] = ()) -> list[tuple[str, torch.Tensor]]:
         """Take the values of the buffers that the forward pass has replaced, and return them."""
         replaced = self._put_back_replaced()
         with torch.no_grad():
             for name, replacement in replaced:
-                self.named[name].copy_(replacement)
+                if name not in left_out:
+                    self.named[name].copy_(replacement)
         return replaced
 
     def reset(self) -> None:
+        self.settle()
         self._put_back_replaced()
         for buffers, kept in self._pairs if self.before else ():
             if [one.shape for one in buffers] != [one.shape for one in kept]:

@@ -43,7 +43,8 @@ from elastic_trainer.state.layout import (
 )
 from elastic_trainer.state.module_attributes import ModuleAttributes, is_plain
 from elastic_trainer.state.names import ModelParameters, with_plain_names
-from elastic_trainer.state.optimizer_values import OptimizerValues, Rates
+from elastic_trainer.state.optimizer_values import OptimizerValues
+from elastic_trainer.state.rates import Rates
 
 
 class LiveState:
@@ -196,9 +197,8 @@ class LiveState:
     # --- as bytes ---------------------------------------------------------------------------------
 
     def values(self) -> dict[str, Any]:
-        """Return all that is needed to go on, as a tree of live tensors and numbers (nothing is
-        copied)."""
-        parameters, buffers = self.parameters.named(), self.model_buffers
+        """Return all that is needed to go on: live tensors and numbers (nothing is copied)."""
+        parameters, buffers = self.parameters.checked(), self.model_buffers.settled()
         return {
             "identity": self.identity,
             "step": self.committed,

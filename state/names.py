@@ -129,6 +129,11 @@ class ModelParameters:
                 f"({', '.join(new[:8]) or 'some are gone or renamed'}), so no worker could join or "
                 "resume. Build all before the training, and change values in place (copy_).")
 
+    def checked(self) -> dict[str, torch.nn.Parameter]:
+        """Return the parameters, if they are those of the start. Raises RuntimeError."""
+        self.check()
+        return self.named()
+
     def named(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters, tied ones once."""
         return named_parameters(self._model)

@@ -1,7 +1,6 @@
-"""What an optimizer keeps, as values that name parameters: groups, state, attributes, rates.
+"""What an optimizer keeps, as values that name parameters: groups, state, attributes.
 
-optimizer → here → checkpoint, newcomer → here → optimizer; train(lr=…) → Rates → the groups →
-optimizer.step()
+optimizer → here → checkpoint, newcomer → here → optimizer
 
 What always holds:
 1. A parameter goes by its plain name, so values fit any optimizer with the same groups.
@@ -11,142 +10,23 @@ What always holds:
    cannot be kept is an error after the step that made it.
 4. If such a value cannot be kept, and the optimizer has a state_dict and a load_state_dict of its
    own, then what they add to `state` and `param_groups` is kept instead.
-5. A function of the step multiplies the rates that the optimizer was built with. A torch scheduler
-   sets the rates itself; it is part of the state, and is stepped exactly once per finished step. If
-   other code sets a rate or steps the scheduler, `Rates.check` raises, with the remedy. Else
-   `train` and the user's code would overwrite each other's rates in silence.
-6. Tensors of `state` that share a memory are refused: the attributes alone keep views as views.
-7. A rate that is a tensor stays the same tensor: a compiled optimizer reads it in place.
+5. Tensors of `state` that share a memory are refused: the attributes alone keep views as views.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from elastic_trainer.state.attributes import Attributes, Kept
-from elastic_trainer.state.forms import CannotKeep, as_built, mapped
+from elastic_trainer.state.forms import CannotKeep, mapped
 from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
 from elastic_trainer.state.object_filling import Filling, own
 from elastic_trainer.state.object_nodes import Node, Walk, leaves
-
-
-class RateChanged(RuntimeError):
-    """Something other than train() has set a learning rate or stepped the scheduler."""
-
-
-class Rates:
-    """The rates of one optimizer's groups, and the scheduler if a torch scheduler sets them."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None = None):
-        self.optimizer, self.scheduler = optimizer, scheduler
-        self.base = [_own(group["lr"]) for group in optimizer.param_groups]
-        """The rates that the optimizer was built with."""
-        self.used = math.nan
-        """The first group's rate in the last finished step."""
-        self._marks = self._now()
-
-    def _now(self) -> tuple[list[Any], Any]:
-        """Return values that differ after a change of a rate or of the scheduler.
-
-        A tensor's version is a number on the host. Reading its value would wait for the GPU.
-        """
-        rates = [(id(rate), rate._version) if isinstance(rate, torch.Tensor) else rate
-                 for rate in (group["lr"] for group in self.optimizer.param_groups)]
-        return rates, _progress(self.scheduler)
-
-    def check(self, step: int) -> None:
-        """Raise RateChanged unless the rates, and the scheduler, are as `set` and `advance` left
-        them."""
-        (rates, progress), (were, progress_was) = self._now(), self._marks
-        remedy = ("Learning rates come from the option lr (with train(): schedule) alone: give it "
-                  "the torch scheduler, and do not step it, or a function of the step")
-        for number, (rate, was) in enumerate(zip(rates, were, strict=True)):
-            if rate != was and not (rate != rate and was != was):  # NaN is no change
-                value = float(self.optimizer.param_groups[number]["lr"])
-                before = "another" if isinstance(was, tuple) else was
-                raise RateChanged(
-                    f"at step {step} the learning rate of the optimizer's group {number} is "
-                    f"{value}, but the trainer had set it to {before}. {remedy}.")
-        if self.scheduler is not None and progress != progress_was:
-            raise RateChanged(
-                f"at step {step} the {kind_of(self.scheduler)} has been stepped by something other "
-                f"than the trainer, which steps it once per finished step. {remedy}.")
-
-    def set(self, multiplier: float) -> None:
-        """Set the rates of a step, unless a scheduler has done so when the last step ended."""
-        if self.scheduler is None:
-            for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].copy_(base * multiplier)
-                else:
-                    group["lr"] = base * multiplier
-        self.used = float(self.optimizer.param_groups[0]["lr"])
-
-    def of(self, multiplier: float) -> float:
-        """Return the first group's rate under a multiplier."""
-        return float(self.base[0] * multiplier)
-
-    def advance(self, loss: float) -> None:
-        """End a step: let the scheduler set the rates of the next one."""
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            if math.isfinite(loss):
-                self.scheduler.step(loss)
-        elif self.scheduler is not None:
-            self.scheduler.step()
-        self._marks = self._now()
-
-    def note(self) -> None:
-        """End a phase of a step that has another one: the rates stay as `set` left them."""
-        self._marks = self._now()
-
-    def rebase(self, group: int, rate: float) -> None:
-        """Let a group have another rate than the run has. No torch scheduler may be there."""
-        own = self.optimizer.param_groups[group]
-        for place, key in ((self.base, group), (own, "lr")):
-            if isinstance(place[key], torch.Tensor):  # type: ignore[index]
-                place[key].fill_(rate)  # type: ignore[index]
-            else:
-                place[key] = rate  # type: ignore[index]
-        self._marks = self._now()
-
-    # --- as values --------------------------------------------------------------------
-
-    def values(self) -> dict[str, Any]:
-        """Return what the state keeps (nothing is copied)."""
-        scheduler = self.scheduler and {"class": kind_of(self.scheduler),
-                                        "state": self.scheduler.state_dict()}
-        return {"base_rates": self.base, "rate_used": self.used, "scheduler": scheduler}
-
-    def misfit(self, values: dict[str, Any]) -> str:
-        """Return why values cannot be taken over; "" if they can."""
-        theirs = (values.get("scheduler") or {}).get("class")
-        mine = kind_of(self.scheduler) if self.scheduler else None
-        if theirs == mine:
-            return ""
-        return (f"the schedule of the learning rates is {theirs or 'no torch scheduler'} there, "
-                f"but {mine or 'none'} here")
-
-    def load(self, values: dict[str, Any]) -> None:
-        """Take over values, after the optimizer's groups have been."""
-        self.base = [_as_rate(mine, theirs) for mine, theirs
-                     in zip(self.base, values["base_rates"], strict=True)]
-        self.used = float(values.get("rate_used", self.optimizer.param_groups[0]["lr"]))
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(
-                as_built(self.scheduler.state_dict(), values["scheduler"]["state"]))
-        self._marks = self._now()
-
-
-def kind_of(scheduler: LRScheduler) -> str:
-    """Return the class of a scheduler. One that is made of several names the classes of all."""
-    return str(getattr(scheduler, "kind", type(scheduler).__name__))
 
 
 def taken_in_place(mine: Any, theirs: Any) -> Any:
@@ -164,23 +44,6 @@ def tensor_kind(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return str(value.dtype), tuple(value.shape)
     return [tensor_kind(one) for one in value] if isinstance(value, (list, tuple)) else None
-
-
-def _as_rate(mine: Any, theirs: Any) -> Any:
-    """Return a rate that was kept, as a tensor where it is one here (version 0.1 kept numbers)."""
-    if isinstance(mine, torch.Tensor) and not isinstance(theirs, torch.Tensor):
-        return torch.full_like(mine, theirs)
-    return as_built(mine, theirs)
-
-
-def _own(rate: Any) -> Any:
-    return rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
-
-
-def _progress(scheduler: Any) -> Any:
-    """Return the progress of a scheduler, and of the schedulers that it contains."""
-    inner = [_progress(one) for one in getattr(scheduler, "_schedulers", ())]
-    return getattr(scheduler, "last_epoch", None), inner
 
 
 STANDARD = ("state", "param_groups")
@@ -210,13 +73,14 @@ class OptimizerValues:
             self.attributes.values()
         self._check_attributes(step)
 
-    def check_groups(self, step: int) -> None:
+    def check_groups(self, step: int | None = None) -> None:
         """Raise RuntimeError if the optimizer has other groups than at the start: newcomers, and a
         resume, build those."""
         if (sizes := self._sizes()) != self._group_sizes:
             raise RuntimeError(
-                f"the optimizer has groups of {sizes} parameters in step {step}, but it had groups "
-                f"of {self._group_sizes} at the start. Build it with all parameters: one "
+                f"the optimizer has groups of {sizes} parameters"
+                f"{'' if step is None else f' in step {step}'}, but it had groups of "
+                f"{self._group_sizes} at the start. Build it with all parameters: one "
                 "whose requires_grad is False is not moved until a step sets it True.")
 
     def _check_attributes(self, step: int) -> None:
@@ -284,7 +148,9 @@ class OptimizerValues:
         Raises CannotKeep for an attribute that changed and that cannot be kept: `check` walks an
         attribute again only when its type is another one, and a dict in it may have a new value.
         """
+        self.check_groups()
         groups, kept = self._optimizer.param_groups, self._optimizer.state
+        _require_keys(kept, names)
         self._require_apart(names)
         attributes = self.attributes.values()
         if flaws := self._flaws():
@@ -385,6 +251,20 @@ class OptimizerValues:
             for name in members:
                 if name in entries:
                     kept[parameters[name]] = _moved(entries[name], parameters[name], moves_step)
+
+
+def _require_keys(kept: Mapping[Any, Any], names: Mapping[int, str]) -> None:
+    """Raise CannotKeep for an entry of the state that no other process would find again."""
+    for key in kept:
+        if isinstance(key, torch.Tensor) and id(key) not in names:
+            raise CannotKeep(
+                f"optimizer.state has an entry of a {type(key).__name__} of the shape "
+                f"{tuple(key.shape)}, which is no parameter of the model. Keep it in an attribute "
+                f"of the optimizer, or by the parameter")
+        if type(key) is int and key in names:
+            raise CannotKeep(
+                f"optimizer.state has an entry of id({names[key]}), a number that is another one "
+                f"in each process. Use the parameter as the key: optimizer.state[parameter]")
 
 
 def _tensors_in(value: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,13 +13,15 @@ What always holds:
    version, and an array of more than MOST_BYTES by a sample of its elements.
 
 What it does not do: follow what was a plain value or None when the model was built, objects that
-hold code, modules or tools of a process, their private attributes, and writes to `tensor.data`.
+hold modules or tools of a process, callable objects of installed packages, private attributes
+without a property, hooks, and writes to `tensor.data`.
 """
 
 from __future__ import annotations
 
 import copy
 import enum
+import functools
 import sys
 import types
 import zlib
@@ -42,6 +44,7 @@ MOST_KEPT_BYTES = 16 << 20
 """Of an attribute: of each there is a copy as it was built."""
 MOST_PARTS, DEEPEST = 10_000, 6
 SCALARS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype})
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 WRITTEN = ("decimal", "fractions", "datetime", "uuid", "pathlib")
 """The modules of types that are compared by their texts."""
 
@@ -120,8 +123,11 @@ class OtherAttributes:
             return _Same(value), 0 if value.is_inference() else value._version
         if isinstance(value, numpy.ndarray):
             return kind, value.shape, str(value.dtype), _sum_of(value)
-        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)) and depth == DEEPEST:
+        if isinstance(value, FUNCTIONS):
             return kind, value
+        if isinstance(value, functools.partial):
+            return kind, *(self._seen(one, depth - 1)
+                           for one in (value.func, value.args, value.keywords))
         if isinstance(value, (enum.Enum, numpy.generic)) or kind.__module__ in WRITTEN:
             return kind, repr(value)
         if isinstance(value, (dict, list, tuple, set, frozenset, deque)):
@@ -145,11 +151,14 @@ class OtherAttributes:
     def _seen_object(self, value: Any, depth: int) -> Any:
         kind = type(value)
         root = kind.__module__.partition(".")[0]
-        if (is_code(value) or callable(value) or root in ("torch", "elastic_trainer")
+        if (is_code(value) or root in ("torch", "elastic_trainer")
                 or root in sys.stdlib_module_names and root != "__main__"
-                or isinstance(value, torch.nn.Module)):
+                or isinstance(value, torch.nn.Module)
+                or callable(value) and _is_installed(kind.__module__)):
             raise _NotFollowed
-        found = {name: one for name, one in fields(value).items() if not name.startswith("_")}
+        found = {name: one for name, one in fields(value).items()
+                 if not name.startswith("_")
+                 or isinstance(getattr(kind, name.lstrip("_"), None), property)}
         if not found:
             raise _NotFollowed
         return {name: self._seen(one, depth - 1) for name, one in found.items()}
@@ -253,6 +262,12 @@ class OtherAttributes:
         self._moved, self._checksum = set(values), None
         self._caches -= values.keys()
         self._ended, self._began = self._looks(), None
+
+
+@functools.cache
+def _is_installed(module: str) -> bool:
+    """True for the modules of packages: their callable objects (tokenizers) keep caches."""
+    return "site-packages" in str(getattr(sys.modules.get(module), "__file__", ""))
 
 
 @contextmanager

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from elastic_trainer.host.own import OursFirst
@@ -19,7 +20,7 @@ def open_store(url: str) -> Store:
             from elastic_trainer.state.s3 import S3Store
 
         return S3Store(url)
-    if "://" in url:
+    if re.match(r"\w+:/", url):  # also s3:/bucket
         raise StoreRefused(
             f"{url} is neither a folder nor s3://bucket/prefix. Set --store to one of the two.")
     return FolderStore(Path(url))

@@ -411,6 +411,33 @@ class Together(Optimizer):
         self.schedules["adamw"].step()
 
 
+class OwnRate(Shrinking):
+    """Sets its rate in its step, as hypergradient descent does."""
+
+    def factor(self) -> float:
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return 1.0
+
+
+class BareEntries(Optimizer):
+    """The state of a parameter is a number, a tensor, or a list."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        own: list[Any] = list(parameters_of(self))
+        kept: dict[Any, Any] = self.state
+        kept[own[0]] = kept.get(own[0], 0) + 1
+        kept[own[1]] = kept.get(own[1], torch.zeros(1)) + 1
+        kept[own[2]] = [*kept.get(own[2], []), own[2].abs().mean()]
+        left = 1e-3 * (kept[own[0]] + float(kept[own[1]]) + float(sum(kept[own[2]])))
+        for parameter in own:
+            parameter.sub_(parameter.grad + left * parameter, alpha=0.05)
+
+
 class Opaque(Shrinking):
     """Keeps its number where only its own state_dict sees it."""
 
@@ -444,7 +471,7 @@ class Opaque(Shrinking):
 KEPT: dict[str, Callable[[Model], Optimizer]] = {
     **{kind.__name__: (lambda model, kind=kind: kind(model.parameters()))
        for kind in (Counting, FirstLater, Containers, Keyed, OnParameters, Drawing, Objects, Flat,
-                    Together, Opaque, Subclasses, OfModules)},
+                    Together, Opaque, Subclasses, OfModules, OwnRate, BareEntries)},
     "Averaged": Averaged,
     "Delegating": lambda model: Delegating(torch.optim.AdamW(model.parameters(), lr=0.01)),
     **{kind.__name__: (lambda model, kind=kind: kind(

@@ -53,6 +53,12 @@ class Movable:
         self.x = self.x.to(device)
 
 
+class Attributed(dict):  # type: ignore[type-arg]
+    """A dict with attributes, which raises KeyError for one that is not there."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Frozen(Mapping):  # type: ignore[type-arg]
     """A mapping that cannot be changed."""
 
@@ -105,6 +111,7 @@ BATCHES: dict[str, tuple[Callable[[], Any], Callable[[Any], list[torch.Tensor]]]
     "UserDict": (lambda: Labelled(x=x(), y=[x()]), lambda b: [b["x"], *b["y"]]),
     "OrderedDict": (lambda: collections.OrderedDict(a=x(), b=x()), lambda b: [*b.values()]),
     "defaultdict": (lambda: collections.defaultdict(list, a=[x()]), lambda b: [*b["a"], *b["b"]]),
+    "attributes": (lambda: Attributed(x=x(), y=Attributed(z=x())), lambda b: [b.x, b.y.z]),
     "mapping proxy": (lambda: types.MappingProxyType({"x": x()}), lambda b: [b["x"]]),
     "frozen mapping": (lambda: Frozen({"x": x()}), lambda b: [b["x"]]),
     "dataclass": (lambda: Example(x(), ["a"], 2.0), lambda b: [b.x, b.y, *b.hidden]),

@@ -140,6 +140,20 @@ def test_a_rule_that_cannot_be_used_is_refused(model: Callable[[], Model], rules
         trained(built(model()), buffers=rules)
 
 
+@pytest.mark.parametrize("value", [torch.zeros(1), torch.zeros(8, dtype=torch.float64)])
+def test_a_buffer_that_is_replaced_by_another_kind_after_a_step_is_an_error(
+        value: torch.Tensor) -> None:
+    """It was dropped in silence."""
+    model: Any = torch.nn.Sequential(torch.nn.Identity(), built())
+    model[1].register_buffer("table", torch.zeros(8))
+    with pytest.raises(RuntimeError, match=r"replaced the buffers 1.table \(.* before step 2"):
+        for step in trainer_of(model):
+            for batch in step:
+                step.backward(mse(model, batch))
+            if step.number == 1:
+                model[1].table = value
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_buffer_that_changes_after_backward_is_an_error(replaces: bool) -> None:
     """The step has taken its value there. It was lost in silence."""

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate, get_worker_info
 from waiting import wait_for
 
 from elastic_trainer import ConfigError, Loader
-from elastic_trainer.data.loader import MicrobatchRecipe, Reader, keys_after
+from elastic_trainer.data.loader import MicrobatchRecipe, Reader, Readers, keys_after
 from elastic_trainer.data.loader_pool import LoaderKilled
 from elastic_trainer.data.loader_process import packed, unpacked
 from elastic_trainer.schedule.schedule import Schedule
@@ -206,15 +206,62 @@ def test_an_exception_that_cannot_be_sent_keeps_its_kind_and_its_text(
         open_reader(Drawn(explode), Loader(workers=1)).take((0, 0, 0))
 
 
-def test_a_dataset_that_is_changed_in_the_worker_is_an_error(
-        open_reader: Callable[..., Reader]) -> None:
-    """The processes hold the dataset of the start: `dataset.epoch = 1` would have no effect."""
-    dataset = Drawn()
-    reader = open_reader(torch.utils.data.Subset(dataset, range(50)), Loader(workers=1))
+class Transform:
+    def __init__(self, p: float = 0.5):
+        self.p = p
+
+
+class Busy(Drawn):
+    """Changes itself when a sample is read: a counter, a cache, a file that is opened late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.file, self.cache = 0, None, dict[int, Any]()
+        self.transforms, self.labels = [Transform()], torch.zeros(50)
+        self.transform, self.table = Transform(), {"a": 1}
+
+    def __getitem__(self, i: int) -> Any:
+        self.reads, self.file = self.reads + 1, self.file or object()  # type: ignore[assignment]
+        return self.cache.setdefault(i, super().__getitem__(i))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "attribute dataset.scale .* from 1.0 to 0.5": lambda d: setattr(d, "scale", 0.5),
+    "attribute dataset.transform .* from a Transform to a Transform": lambda d: setattr(
+        d, "transform", Transform()),
+    "transform.p .* from 0.5 to 0.1": lambda d: setattr(d.transform, "p", 0.1),
+    "transforms.0.p .*": lambda d: setattr(d.transforms[0], "p", 0.1),
+    "table.a .* from 1 to 2": lambda d: d.table.update(a=2),
+    "labels .* a tensor, was changed in place": lambda d: d.labels.add_(1)}
+
+
+@pytest.mark.parametrize("loader", [None, Loader(workers=0), Loader(workers=1)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_dataset_that_the_script_changes_between_two_reads_is_an_error(
+        change: str, loader: Loader | None, open_reader: Callable[..., Reader]) -> None:
+    """Loader processes hold that of the start, and so does a worker that joins: `dataset.epoch = 1`
+    would have no effect there."""
+    dataset = Busy()
+    reader = open_reader(torch.utils.data.Subset(dataset, range(50)), loader)
     reader.take((0, 0, 0))
-    dataset.scale = 0.5
-    with pytest.raises(RuntimeError, match=r"'scale'.*from 1\.0 to 0\.5"):
+    CHANGES[change](dataset)
+    with pytest.raises(RuntimeError, match=f"{change}.*between two reads.*state") as raised:
         reader.take((0, 0, 1))
+    assert ("leave the option loader out" in str(raised.value)) == bool(loader and loader.workers)
+
+
+@pytest.mark.parametrize("loader", [None, Loader(workers=1)])
+def test_a_dataset_may_change_itself_while_it_is_read(
+        loader: Loader | None, open_reader: Callable[..., Reader]) -> None:
+    """Also in an evaluation that reads the same dataset."""
+    dataset = Busy()
+    reader = open_reader(dataset, loader)
+    others = Readers(reader)
+    for key in keys()[:3]:
+        reader.take(key)
+        others.of(dataset, default_collate, reader.recipe, None).take(key)
+        reader.drawn(key[2])
+    assert dataset.reads > 3
 
 
 def test_all_processes_end_with_the_worker_when_it_is_killed(tmp_path: Path) -> None:

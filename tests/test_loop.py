@@ -539,7 +539,21 @@ class History:
      r"4 parameters that are not the model's.*model\.parameters"),
     (False, {}, "0 that can be trained"),
     (True, {"state": {"metrics": History()}}, "extras/metrics/history holds a .*Path"),
-], ids=["another model's", "all frozen", "an extra"])
+    (True, {"state": {1: Ears()}}, "state is {1: .* Use a dict by names"),  # no restore reads it
+    (True, {"state": [History()]}, "Use a dict by names"),
+    (True, {"buffers": {1: "sum"}}, "buffers is {1: 'sum'}. Use a dict by names"),
+    (True, {"optimizer": [1]}, "the optimizer is a list, which has no param_groups"),
+    (True, {"optimizer": {"d": 1}}, "optimizer has 'd': int"),
+    (True, {"loader": 2}, r"loader is 2. Use Loader\(workers=4\)"),
+    (True, {"swa": True}, r"swa is True. Use Swa\("), (True, {"collate": "x"}, "collate is x. Use"),
+    (True, {"listeners": print}, "listeners is .* Use a list of functions"),
+    (True, {"clip_norm": torch.tensor(1.0)}, r"clip_norm is tensor\(1.\). Use a positive number"),
+    (True, {"clip_norm": numpy.float32(1.0)}, "Use a positive number"),
+    (True, {"batch_size": 8}, "no option of .*DataLoader. Use global_batch"),
+    (True, {"num_workers": 2}, r"Use loader=Loader\(workers=4\)"),
+    (True, {"sampler": None}, 'Use order: "shuffled", "sequential", Weighted'),
+    (True, {"worker_init_fn": None}, "Use seed"),
+])
 def test_objects_that_cannot_work_are_refused_at_the_start(
         is_trained: bool, changes: dict[str, Any], named: str) -> None:
     """An optimizer of weights that nobody trains, nothing to train, and a value that no checkpoint

@@ -5,6 +5,7 @@ error that names it."""
 from __future__ import annotations
 
 import enum
+import functools
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -260,6 +261,24 @@ class Settings:
         vars(self).update(values)
 
 
+class Scaling:
+    """A callable object, and a number behind a property."""
+
+    def __init__(self) -> None:
+        self._gain = self.factor = 1.0
+
+    @property
+    def gain(self) -> float:
+        return self._gain
+
+    @gain.setter
+    def gain(self, value: float) -> None:
+        self._gain = value
+
+    def __call__(self) -> float:
+        return self._gain * self.factor
+
+
 @dataclass(slots=True)
 class Slotted:
     gain: float = 1.0
@@ -320,6 +339,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any]
     "a Word": (lambda: Word("a"), len, put(Word("ab"))),
     "a builtin_function_or_method": (lambda: torch.tanh, lambda v: float(v(torch.ones(()))),
                                      put(torch.sigmoid)),
+    "a Scaling": (Scaling, lambda v: v(), within(lambda v: setattr(v, "gain", 0.5))),
+    "a S": (Scaling, lambda v: v(), within(lambda v: setattr(v, "factor", 0.5))),  # a Scaling
+    "a partial": (lambda: functools.partial(pow, 2.0), lambda v: v(1),
+                  put(functools.partial(pow, 3.0))),
+    "a list": (lambda: [torch.tanh], lambda v: float(v[0](torch.ones(()))),
+               within(lambda v: v.__setitem__(0, torch.sigmoid))),
+    "a dict": (lambda: {"act": torch.tanh}, lambda v: float(v["act"](torch.ones(()))),
+               within(lambda v: v.update(act=torch.sigmoid))),
+    "a method": (lambda: Scaling().__call__, lambda v: v(), put(Scaling().__call__)),
+    "a type": (lambda: float, lambda v: float(v(1)), put(int)),
 }
 
 

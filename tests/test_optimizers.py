@@ -255,6 +255,21 @@ def test_a_memory_that_would_come_back_twice_is_refused(what: str, named: str) -
         state_of(lambda model: Views(model.parameters()), 1).packed()
 
 
+@pytest.mark.parametrize("what, named", [
+    ("id", r"an entry of id\(0.weight\).*optimizer.state\[parameter\]"),
+    ("another tensor", r"an entry of a Tensor of the shape \(3,\), which is no parameter")])
+def test_a_key_that_no_other_process_has_is_refused(what: str, named: str) -> None:
+    """An entry under it would be lost."""
+    class Keys(torch.optim.SGD):  # without momentum it has no state of its own
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            key: Any = id(next(parameters_of(self))) if what == "id" else torch.zeros(3)
+            self.state[key] = {"sum": torch.ones(1)}
+
+    with pytest.raises(CannotKeep, match=named):
+        state_of(lambda model: Keys(model.parameters(), lr=0.1), 1).packed()
+
+
 HARMLESS: dict[str, Callable[[Any], Any]] = {"code": lambda self: lambda: 1,
                                              "a partial": lambda self: functools.partial(max, 1),
                                              "a lock": lambda self: threading.Lock(),

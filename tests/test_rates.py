@@ -40,7 +40,7 @@ from elastic_trainer.schedule.learning_rate import (
     step_decay,
 )
 from elastic_trainer.state.layout import LayoutError
-from elastic_trainer.state.optimizer_values import RateChanged
+from elastic_trainer.state.rates import RateChanged
 from elastic_trainer.training.optimizers import decay_groups
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -198,6 +198,25 @@ def test_a_tensor_where_the_run_had_a_number_is_refused_when_it_is_resumed(run_d
     ours(None, lambda model: tensor_adam(model, lr=0.01), until="2 steps")
     with pytest.raises(LayoutError, match="lr of the optimizer's group 0 is 0.01 there"):
         ours(None, tensor_adam)
+
+
+def test_a_factor_that_is_a_tensor_is_a_number(run_dir: Path) -> None:
+    """Else the rate would be a tensor in the checkpoint, and a number in the job that goes on."""
+    def half(step: int) -> Any:
+        return torch.tensor(0.5)
+
+    for steps in (2, 4):
+        model = built()
+        trained(model, lr=half, until=f"{steps} steps", run_dir=run_dir)
+    reference = built()
+    trained(reference, lr=lambda step: 0.5, until="4 steps")
+    assert_close(model, reference)
+
+
+@pytest.mark.parametrize("factor", [None, "1", [1.0]])
+def test_a_factor_that_is_no_number_is_an_error(factor: Any) -> None:
+    with pytest.raises(TypeError, match=r"lr\(0\) returned .*Return a number"):
+        trained(built(), lr=lambda step: factor)
 
 
 # --- functions of the step ------------------------------------------------------------------------

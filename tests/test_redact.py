@@ -42,7 +42,9 @@ NAMED = (
     f"{{\"secret\":{{\"a\":\"{SECRET}\"}}}}", f"os.environ['API_KEY'] = '{SECRET}'",
     f"api key: {SECRET}", f"('password', '{SECRET}')", f"api_key := {SECRET}",
     f"password => '{SECRET}'", f"token=\"{SECRET}", f"pass_word={SECRET}", f"$env:TOKEN='{SECRET}'",
-    f"AccountKey={SECRET}==;EndpointSuffix=x",
+    f"AccountKey={SECRET}==;EndpointSuffix=x", f"curl -u me:{SECRET}", f"--user=me:{SECRET}",
+    f"--mnemonic {SECRET}", f"--totp={SECRET}", f"my-apikey:{SECRET}", f"JOB-TOKEN: {SECRET}",
+    f"login me password {SECRET}", f"the password is {SECRET}",
 )
 FORMED = (
     "AKIAIOSFODNN7EXAMPLE", "ASIAIOSFODNN7EXAMPLE", "hf_AbCdEfGhIjKlMnOpQrStUvWx",
@@ -54,7 +56,8 @@ FORMED = (
     "ya29.a0AfH6SMBxyz0123456789abcdefgh", "GOCSPX-abcdef0123456789abcdef",
     "SG.abcdefghijklmnopqrstuv.abcdefghijklmnopqrstuvwxyz0123456789ABCDEFG",
     "pypi-AgEIcHlwaS5vcmcCJDAwMDAwMDAw", "dckr_pat_abcdefghijklmnopqrstuv12345",
-    "gsk_abcdefghijklmnop0123456789", "xai-abcdefghij0123456789", "glrt-0123456789abcdefghij",
+    "nvapi-abcdefghijklmnop0123456789", "gsk_abcdefghijklmnop0123456789",
+    "xai-abcdefghij0123456789", "glrt-0123456789abcdefghij",
     "wandb_v1_abcdefgh0123456789", "123456789:AAE0123456789abcdefghijklmnopqrstuvw",
     "-----BEGIN PGP PRIVATE KEY BLOCK-----\nabc\n-----END PGP PRIVATE KEY BLOCK-----",
     "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXk\n-----END OPENSSH PRIVATE KEY-----",
@@ -73,6 +76,9 @@ HARMLESS = (
     "--arch sk-resnet50d8", "--model pk-vit-base-16", "--run sk-2024-10-11", "npm_config_x1234567",
     "--ckpt hf_bert_base_2024", "hf_transfer123", "r8_conv2d_3x3", "git@github.com:me/repo.git",
     "unexpected token: )", "--global-pool token", "passes = 3", "a token == b", "key = image",
+    "--rng-key threefry", "--pixel-key rgb", "--instance-token sks", "--key-padding-mask on",
+    "--tokens-per-batch auto", "--passwordless yes", "--lmdb-key data", "docker run -u 1000:1000",
+    "--user me", "the password is wrong", "--gt-key mask",
     "--no-password", "--secret-dim 4", "--design x", "--token-embedding-size 3", "-k killed",
 )
 
@@ -108,7 +114,8 @@ def test_the_two_words_of_an_option_are_one_secret() -> None:
     """Also where the value is JSON, has blanks, or belongs to the next option."""
     words = ["python", "train.py", "--api-key", SECRET, "--password", f"{SECRET} and more",
              "--config", json.dumps({"api_key": SECRET, "lr": 1}), "--token", "--lr", "1",
-             f"TOKEN={SECRET}", f"--list={json.dumps([{'password': SECRET}])}"]
+             "--api-keys", SECRET, f"{SECRET}2", "--lr", f"TOKEN={SECRET}",
+             f"--list={json.dumps([{'password': SECRET}])}"]
     shown = redacted_command(words)
     assert SECRET not in " ".join(shown) and len(shown) == len(words)
     assert shown[:4] == ["python", "train.py", "--api-key", "***"]

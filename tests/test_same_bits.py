@@ -585,8 +585,21 @@ MIDDLES: dict[str, tuple[Callable[[], Any], Callable[[Any], dict[str, Any]]]] = 
     "made late of the data": (lambda: Late(lambda x: x.abs().mean(0)), lambda model: {}),
     "extra state": (Scaled, lambda model: {}),
 }
-BUFFERS = {kind: Script(lambda make=make: with_middle(make), rules=rules, micro=False)
-           for kind, (make, rules) in MIDDLES.items()}
+def replace_statistics(model: Any, step: int) -> None:
+    """Put another tensor in the place of a buffer, as scripts that reset or copy statistics do."""
+    model[2].running_mean = 0.9 * model[2].running_mean
+    model[2].register_buffer("running_var", model[2].running_var.clone())
+
+
+BUFFERS = {
+    **{kind: Script(lambda make=make: with_middle(make), rules=rules, micro=False)
+       for kind, (make, rules) in MIDDLES.items()},
+    "replaced after a step": Script(lambda: with_middle(lambda: torch.nn.BatchNorm1d(8)),
+                                    after=replace_statistics, micro=False),
+    "reset after a step": Script(
+        lambda: with_middle(lambda: torch.nn.BatchNorm1d(8)), micro=False,
+        after=lambda model, step: model[2].reset_running_stats() if step % 3 == 0 else None),
+}
 
 
 # --- attributes of modules ------------------------------------------------------------------------

@@ -168,6 +168,10 @@ def test_an_event_is_logged_when_there_are_more_workers_than_microbatches(
     (["-H", "a:1", "--workers", "2"
       ], "--workers is 2, but it sets the number of local workers, and -H names the hosts"),
     (["--min-workers", "2", "--min-np", "1"], "--min-workers is 2 and --min-np is 1"),
+    (["--run", ""], "--run is '', which cannot name a folder"),  # an empty variable of the shell
+    (["--host-discovery-script", "./none.sh -a", "-np", "2"], "is ./none.sh, which is not there"),
+    (["--host-discovery-script", "/etc/passwd", "-np", "2"], "which is not executable"),
+    (["--host-discovery-script", "", "-np", "2"], "--host-discovery-script is empty"),
 ])
 def test_an_option_of_the_command_line_is_refused_when_it_would_be_ignored(
         tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str) -> None:

@@ -153,6 +153,44 @@ def test_a_batch_is_accumulated_when_the_user_cuts_it_again() -> None:
         assert torch.allclose(one, two, atol=1e-6)
 
 
+class Curriculum:
+    """Its samples depend on a number that the script sets."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, number: int) -> Any:
+        return INPUT[number] * self.scale, TARGET[number]
+
+
+class Kept(Curriculum):
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, values: dict[str, float]) -> None:
+        self.scale = values["scale"]
+
+
+def with_curriculum(dataset: Any, until: int = 6, **options: Any) -> str:
+    return loop(trainer_of(model := built(), dataset=dataset, until=f"{until} steps", **options),
+                model, after=lambda step: setattr(dataset, "scale", 1 + 0.1 * step.number))
+
+
+def test_a_dataset_that_is_registered_may_change_after_a_step(tmp_path: Path) -> None:
+    """A resumed run reads as one that went through. One that is not registered is an error, also
+    after the last step."""
+    straight, first, second = Kept(), Kept(), Kept()
+    expected = with_curriculum(straight, state={"dataset": straight})
+    with_curriculum(first, 4, state={"dataset": first}, run_dir=tmp_path)
+    assert with_curriculum(second, state={"dataset": second}, run_dir=tmp_path) == expected
+    for until in (2, 6):
+        with pytest.raises(RuntimeError, match="scale of the dataset was changed from 1.0 to 1.1"):
+            with_curriculum(Curriculum(), until)
+
+
 # --- a world that breaks --------------------------------------------------------------------------
 
 class Meeting(Hub):
@@ -586,6 +624,12 @@ def without_batch(step: Any, model: Model) -> None:
     step.backward(mse(model, [INPUT, TARGET]))
 
 
+def assigned(step: Any, model: Any) -> None:
+    for batch in step:
+        step.backward(mse(model, batch))
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
 def loss_too_early(step: Any, model: Model) -> None:
     print(step.loss)
 
@@ -610,6 +654,7 @@ def again(step: Any, model: Model) -> None:
     (early, False, "step 0 was left early.*Run `for batch in step` to its end"),
     (nested, False, "step 0 is iterated a second time"),
     (again, True, "step 0 is iterated a second time"),
+    (assigned, True, r"other parameters than at the start \(0.weight, .*copy_"),
     (without_batch, False, "called in step 0 without a batch. Call it inside"),
     (loss_too_early, False, "loss of step 0 is known when the step is finished"),
     (lambda step, model: None, False, "step 0 was not run"),
@@ -634,6 +679,23 @@ def test_the_optimizer_is_the_trainers() -> None:
         loop(trainer_of(model, optimizer), model,
              lambda model, batch: (mse(model, batch), optimizer.step())[0])
     optimizer.step()
+
+
+def test_groups_that_are_added_after_a_step_are_an_error() -> None:
+    """Also of parameters that the model does not have."""
+    model = built()
+    optimizer = sgd(model)
+    group = {"params": [torch.nn.Parameter(torch.zeros(1))]}
+    with pytest.raises(RuntimeError, match=r"has groups of \[4, 1\] parameters"):
+        loop(trainer_of(model, optimizer), model,
+             after=lambda step: optimizer.add_param_group(group))
+
+
+def test_a_step_whose_loop_was_left_before_its_first_batch_is_an_error() -> None:
+    """Nothing holds the iterator of `next(iter(trainer))`."""
+    step = next(iter(trainer_of(built())))
+    with pytest.raises(RuntimeError, match="was left before the first batch.*for step in trainer"):
+        next(iter(step))
 
 
 def test_a_step_is_not_used_when_it_is_over() -> None:

@@ -255,6 +255,22 @@ def _require_package(example: str) -> None:
                           f"it: pip install {package}.")
 
 
+def _require_there(command: str) -> None:
+    """Raise ConfigError if the program of --host-discovery-script is not there. Else the driver
+    would ask it for a minute, in silence. What only a shell can read is not looked at."""
+    try:
+        name = next(iter(shlex.split(command)), "")
+    except ValueError:
+        return
+    if name and ("/" not in name or re.search(r"[=$`~*?({]", name)):
+        return
+    why = ("is empty" if not name else f"is {name}, which is not there" if not os.path.exists(name)
+           else f"is {name}, which is not executable" if not os.access(name, os.X_OK) else "")
+    if why:
+        raise ConfigError(f"--host-discovery-script {why}. Name a command that prints lines of "
+                          f"host:slots, e.g. ./hosts.sh after chmod +x hosts.sh.")
+
+
 def _check_start(options: argparse.Namespace, listed: Mapping[str, int]) -> None:
     """Check the numbers of workers and the name. Raises ConfigError."""
     for name, number in {"--workers": options.workers, "-np": options.num_proc}.items():
@@ -274,7 +290,9 @@ def _check_start(options: argparse.Namespace, listed: Mapping[str, int]) -> None
         raise ConfigError(f"--max-np is {options.max_np}, but the run starts with "
                           f"{options.num_proc} workers. Use --max-np {options.num_proc} or more, "
                           f"or a smaller -np.")
-    if options.run and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
+    if options.host_discovery_script is not None:
+        _require_there(options.host_discovery_script)
+    if options.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
         raise ConfigError(f"--run is {options.run!r}, which cannot name a folder and a place in "
                           f"the store. Use letters, digits, '.', '_' and '-', with a letter or "
                           f"digit first.")

@@ -113,8 +113,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, _PLAIN):
         return batch
     # BatchEncoding, PackedSequence, a graph, the user's own.
-    if callable(getattr(batch, "to", None)):
-        moved = batch.to(device)
+    if callable(move := _found(batch, "to")):
+        moved = move(device)
         return batch if moved is None else moved
     if isinstance(batch, Mapping):
         return _mapping_on(batch, device)
@@ -125,6 +125,14 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if device.type != "cpu" and _is_elsewhere(batch, device):
         raise _stuck(batch, device)
     return batch
+
+
+def _found(value: Any, name: str) -> Any:
+    """Return an attribute; None: there is none. A dict with attributes may raise a KeyError."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 def _mapping_on(batch: Mapping[Any, Any], device: torch.device) -> Any:

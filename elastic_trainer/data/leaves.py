@@ -142,7 +142,7 @@ def _array(value: Any) -> tuple[str, numpy.ndarray] | None:
         if array.dtype.itemsize == 0:  # empty texts, or no fields
             return str(array.dtype), numpy.zeros(array.shape, numpy.uint8)
         return None if array.dtype.hasobject else (str(array.dtype), array)
-    if hasattr(value, "tobytes") and hasattr(value, "mode") and hasattr(value, "size"):  # Pillow
+    if all(hasattr(type(value), name) for name in ("tobytes", "mode", "size")):  # Pillow
         return f"image {value.mode}", numpy.asarray(value)
     if isinstance(value, (list, tuple)) and value and not hasattr(value, "_fields"):
         kind = type(value[0])

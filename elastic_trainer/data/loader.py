@@ -8,8 +8,9 @@ What always holds:
 2. With a loader each sample has a seed of its own, so its augmentation does not depend on the other
    samples of its micro-batch. Without one, samples draw from the generators of their micro-batch in
    turn.
-3. The processes hold the dataset as it was when they started. If a plain attribute of it changes in
-   the worker, that is an error.
+3. The processes hold the dataset as it was when they started. If the script changes it in the
+   worker, that is an error; also without a loader, where a worker that joins would not have the
+   change (changes.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch.utils.data._utils.pin_memory as torch_pin
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.batches import fetch, to_device
+from elastic_trainer.data.changes import Watch
 from elastic_trainer.data.leaves import drawn_twice
 from elastic_trainer.data.loader_pool import Pool
 from elastic_trainer.data.loader_process import DRAWN, Key, Recipe, Work
@@ -35,7 +37,7 @@ from elastic_trainer.wire.proof import Values
 
 pin: Any = torch_pin  # as DataLoader does; it has no types
 MOST_WRAPPED = 4
-"""The depth up to which datasets of datasets (torch's Subset) are watched for changes."""
+"""The depth up to which an index is searched in datasets of datasets (torch's Subset)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,13 @@ class Loader:
                               f"above 0.")
 
 
+def require_loader(given: Any) -> None:
+    """Raise ConfigError for an option `loader` that is none."""
+    if given is not None and not isinstance(given, Loader):
+        raise ConfigError(f"loader is {str(given)[:200]}. Use Loader(workers=4), with the dataset "
+                          f"itself as the dataset, or None.")
+
+
 def not_reported(**facts: Any) -> None:
     """Keep no record of a restart: this worker has no event log yet."""
 
@@ -79,14 +88,16 @@ class Reader:
     """Reads the batches of one dataset."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], recipe: Recipe,
-                 loader: Loader | None, device: torch.device):
+                 loader: Loader | None, device: torch.device, watch: Watch | None = None):
         self.dataset, self.collate, self.recipe = dataset, collate, recipe
         self.loader, self.device = loader, device
         self.report = not_reported
         """Called with the facts of each restart of a process."""
         self._pool: Pool | None = None
         self._of_process = 0
-        self._held: list[dict[str, Any]] = []
+        self._own = Watch(dataset, collate)
+        self.watch = watch or self._own
+        """That of the dataset of the training, also where another one is read."""
 
     @property
     def seeds_samples(self) -> bool:
@@ -104,7 +115,7 @@ class Reader:
         if self._pool or not self.loader or not self.loader.workers:
             return
         work = Work(self.dataset, self.collate, self.recipe, self.loader.workers)
-        self._held = plain_values(self.dataset)
+        self._own.start_processes()
         self._pool = Pool(work, self.loader.prefetch, self.loader.timeout_s,
                           lambda facts: self.report(**facts))
         self._of_process = os.getpid()
@@ -136,7 +147,7 @@ class Reader:
             found: Values = self._pool.take(key, ahead, lambda: None)
             return found
         _, seed = self.recipe(key)
-        with one_thread():
+        with one_thread(), self.watch.reading():
             return drawn_twice(self.dataset, number, lambda: seed_cpu(sample_seed(seed, 0)))
 
     def take(self, key: Key, ahead: Iterable[Key] = (),
@@ -150,8 +161,14 @@ class Reader:
         """
         self.start()
         if self._pool:
-            self._require_unchanged()
+            self._own.check()
             return self._pinned(self._pool.take(key, ahead, check))
+        if self.watch is self._own:
+            self.watch.check()
+        with self.watch.reading():
+            return self._fetched(key, indices)
+
+    def _fetched(self, key: Key, indices: numpy.ndarray | None) -> Any:
         if indices is None or self.seeds_samples:
             indices, seed = self.recipe(key)
         if not self.seeds_samples:
@@ -165,16 +182,6 @@ class Reader:
             return batch
         return pin.pin_memory(batch)
 
-    def _require_unchanged(self) -> None:
-        for before, now in zip(self._held, plain_values(self.dataset), strict=False):
-            for name, value in now.items():
-                if name not in before or before[name] != value:
-                    raise RuntimeError(
-                        f"the attribute {name!r} of the dataset was changed from "
-                        f"{before.get(name)!r} to {value!r}, but the loader processes hold the "
-                        f"dataset of the start of this worker. Compute it from the number of the "
-                        f"sample, or leave the option loader out.")
-
 
 @contextmanager
 def one_thread() -> Iterator[None]:
@@ -185,18 +192,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def plain_values(dataset: Any) -> list[dict[str, Any]]:
-    """Return the attributes of a dataset that are numbers and texts, and those of the datasets that
-    it wraps."""
-    found = []
-    for _ in range(MOST_WRAPPED):
-        values = getattr(dataset, "__dict__", {})
-        found.append({name: value for name, value in values.items()
-                      if value is None or isinstance(value, (bool, int, float, str))})
-        dataset = values.get("dataset")
-    return found
 
 
 class Readers:
@@ -210,7 +205,7 @@ class Readers:
     def of(self, dataset: Any, collate: Callable[[list[Any]], Any], recipe: Recipe,
            loader: Loader | None) -> Reader:
         """Return the reader of a dataset. Its processes stay from one evaluation to the next."""
-        anew = Reader(dataset, collate, recipe, loader, self.training.device)
+        anew = Reader(dataset, collate, recipe, loader, self.training.device, self.training.watch)
         if loader is None:
             return anew
         key = id(dataset), recipe, loader

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.data.loader import BatchRecipe, Loader
+from elastic_trainer.data.loader import BatchRecipe, Loader, require_loader
 from elastic_trainer.data.seeds import random_numbers_put_back
 from elastic_trainer.evaluate.sums import (
     AllKept,
@@ -68,6 +68,7 @@ class Examination:
                  loader: Loader | None = None):
         if why := refused_dataset(dataset):
             raise ValueError(why)
+        require_loader(loader)
         size = batch_size or max(1, job.schedule.global_batch // job.schedule.microbatches)
         if batch_size is not None and batch_size < 1 or not len(dataset):
             raise ValueError(f"evaluate() got {len(dataset)} samples and batch_size={batch_size}. "

@@ -205,7 +205,7 @@ def check(options: argparse.Namespace, others: Sequence[str], command: Sequence[
         if not least <= getattr(options, name) <= 1e6:
             raise ConfigError(f"--{name} is {getattr(options, name):g}. Use a number from "
                               f"{least:g} to 1000000.")
-    if options.run and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
+    if options.run is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", options.run):
         raise ConfigError(f"--run is {options.run!r}, which cannot name a folder. Use letters, "
                           f"digits, '.', '_' and '-', with a letter or digit first.")
 

@@ -173,8 +173,8 @@ class Account:
         hold_given(allowed, job.optimizer, state.rates)
         remarks, state.settings = settle(state.settings, built, allowed)
         remarks = of_configuration + remarks
-        if job.scheduler is None:
-            now = state.rates.of(job.rate(step - 1))
+        if job.scheduler is None and (job.rate or not state.rates.are_moved):
+            now = state.rates.of(job.multiplier(step - 1))
             remarks += schedule_differs(step - 1, state.rates.used, now)
         for remark in remarks:
             self.remark(remark, rank)

@@ -101,7 +101,7 @@ class StepEnd:
         if self.is_skipped(loss := self.flat.mean_loss()):
             state.restore()
             state.loss = loss
-            state.rates.set(job.rate(state.committed))
+            state.rates.set(job.multiplier(state.committed))
         else:
             self._update()
         state.findings.add(job.phases[phase], state.loss, self.flat.tallied(), is_first=phase == 0)
@@ -113,8 +113,8 @@ class StepEnd:
             job.after_step(state.committed)
         else:
             state.rates.note()
-        state.optimizer_values.check(state.committed)
         state.parameters.check()
+        state.optimizer_values.check(state.committed)
         state.commit(samples, digest, clock_ms, finishes)
         state.is_applying = False
 
@@ -144,7 +144,7 @@ class StepEnd:
             self.grad_norm = torch.nn.utils.clip_grad_norm_(moved, job.clip_norm)
         if job.clip_value is not None:
             torch.nn.utils.clip_grad_value_(moved, job.clip_value)
-        state.rates.set(job.rate(state.committed))
+        state.rates.set(job.multiplier(state.committed))
         if job.scaler:
             job.scaler.step(optimizer)
             job.scaler.update()

@@ -11,7 +11,7 @@ What always holds:
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
 from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.data.loader import MicrobatchRecipe, Reader, Readers
+from elastic_trainer.data.loader import MicrobatchRecipe, Reader, Readers, require_loader
 from elastic_trainer.data.mixture import order_of
 from elastic_trainer.evaluate.best import Best, require_rule
 from elastic_trainer.events.log import newest_attempt
@@ -39,7 +39,7 @@ from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.cadence import Cadence
 from elastic_trainer.state.checkpoint import Plan
 from elastic_trainer.state.supported import refusal, refused_dataset
-from elastic_trainer.training.averages import Average, average_of, extras_with, shown
+from elastic_trainer.training.averages import Average, Swa, average_of, extras_with, shown
 from elastic_trainer.training.optimizers import (
     Several,
     as_one,
@@ -84,7 +84,8 @@ class Job:
     """One, or several as one (optimizers.py)."""
     dataset: Any
     schedule: Schedule
-    rate: Callable[[int], float]
+    rate: Callable[[int], float] | None
+    """Multiplies the rates of the optimizer; None: nothing does, or `scheduler` sets them."""
     clip_norm: float | None
     scaler: torch.amp.GradScaler | None
     collate: Callable[[list[Any]], Any]
@@ -117,6 +118,18 @@ class Job:
     """Remarks for a person, logged at the start of each attempt."""
     built: dict[str, dict[str, str]] = field(default_factory=dict)
     """The model as the script has built it (proving.py)."""
+
+    def multiplier(self, step: int) -> float | None:
+        """Return the multiplier of the rates in a step. Raises TypeError for one that is none."""
+        if self.rate is None:
+            return None
+        found: Any = self.rate(step)
+        if isinstance(found, torch.Tensor) and found.numel() == 1:
+            return float(found)
+        if not isinstance(found, (int, float, numpy.number)):
+            raise TypeError(f"lr({step}) returned {found!r}. Return a number, by which the rates "
+                            f"of the optimizer are multiplied.")
+        return found  # type: ignore[return-value]
 
     @property
     def buffers(self) -> BufferRules:
@@ -193,6 +206,13 @@ def collate_of(options: Options) -> Callable[[list[Any]], Any]:
 def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.device:
     """Return the device on which the model is trained. Raises ConfigError if the optimizer cannot
     train it."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(f"the model is a {type(model).__name__}. Give a torch.nn.Module.")
+    for one in members_of(optimizer):
+        if not (isinstance(getattr(one, "param_groups", None), list) and hasattr(one, "step")):
+            raise ConfigError(
+                f"the optimizer is a {type(one).__name__}, which has no param_groups and step(). "
+                'Give an optimizer of torch, or several by name: {"d": …, "g": …}.')
     trained = [p for p in model.parameters() if p.requires_grad]
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = held - {id(p) for p in model.parameters()}
@@ -208,6 +228,17 @@ def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
 
 def require_objects(options: Options) -> None:
     """Raise ConfigError for objects that cannot work, whatever the model and the data are."""
+    require_loader(options["loader"])
+    for name, is_sound, use in (
+            ("buffers", _is_named(options["buffers"]), 'a dict by names: {"encoder.queue": "sum"}'),
+            ("state", _is_named(options["state"]), 'a dict by names: {"ema": ema}'),
+            ("swa", isinstance(options["swa"], (Swa, type(None))), "Swa(from_step=1000, every=50)"),
+            ("collate", options["collate"] is None or callable(options["collate"]),
+             "a function that makes a batch of a list of samples"),
+            ("listeners", _are_functions(options["listeners"]), "a list of functions")):
+        if not is_sound:
+            given: Any = options
+            raise ConfigError(f"{name} is {str(given[name])[:200]}. Use {use}.")
     BufferRules(torch.nn.Identity(), options["buffers"])
     require_rule(options["best"])
     require_loggers(options["loggers"])
@@ -217,6 +248,16 @@ def require_objects(options: Options) -> None:
                    if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))]:
         raise ConfigError(f"the objects {lacking} in state have no state_dict and load_state_dict. "
                           f"Give them both.")
+
+
+def _is_named(given: Any) -> bool:
+    """True for a dict with texts as names: a checkpoint with other names could not be read."""
+    return given is None or isinstance(given, Mapping) and all(
+        isinstance(name, str) for name in given)
+
+
+def _are_functions(given: Any) -> bool:
+    return given is None or isinstance(given, Sequence) and all(map(callable, given))
 
 
 def plan_of(options: Options) -> Plan:

@@ -108,6 +108,7 @@ class Microbatches:
             with self.user_code():
                 self.state.optimizer_values.check_groups(step)
                 self.state.rates.check(step)
+                self.state.model_buffers.check(step)
                 self.state.attributes.check()
         return samples, digest
 

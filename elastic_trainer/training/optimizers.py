@@ -159,6 +159,9 @@ def as_one(optimizers: Mapping[str, torch.optim.Optimizer]) -> Several:
                           '{"d": …, "g": …}.')
     owners = dict[int, str]()
     for name, optimizer in optimizers.items():
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(f"optimizer has {name!r}: {type(optimizer).__name__}. Give "
+                              'optimizers of torch by names: {"d": …, "g": …}.')
         for number, parameter in enumerate(parameters_of(optimizer)):
             if (other := owners.setdefault(id(parameter), name)) != name:
                 raise ConfigError(
@@ -174,8 +177,8 @@ Rates = Callable[[int], float] | LRScheduler | Mapping[str, LRScheduler]
 
 
 def split_schedule(schedule: Rates | None, optimizer: torch.optim.Optimizer, steps: int,
-                   words: Words) -> tuple[LRScheduler | None, Callable[[int], float]]:
-    """Return the torch scheduler, if there is one, and the multiplier of the rates. Raises
+                   words: Words) -> tuple[LRScheduler | None, Callable[[int], float] | None]:
+    """Return the torch scheduler and the multiplier of the rates, as far as there are some. Raises
     ConfigError."""
     members = optimizer.members if isinstance(optimizer, Several) else {"": optimizer}
     given = _schedulers_of(schedule, members)
@@ -185,10 +188,10 @@ def split_schedule(schedule: Rates | None, optimizer: torch.optim.Optimizer, ste
         if name not in given:
             _require_no_scheduler(member, words)
     if isinstance(schedule, LRScheduler):
-        return schedule, lambda step: 1.0
+        return schedule, None
     if isinstance(schedule, Mapping):
-        return Schedulers(given), lambda step: 1.0
-    return None, schedule or (lambda step: 1.0)
+        return Schedulers(given), None
+    return None, schedule
 
 
 def _schedulers_of(schedule: Rates | None,

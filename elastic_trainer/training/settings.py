@@ -49,7 +49,7 @@ from elastic_trainer.state.configuration import (
     require_options,
     taken,
 )
-from elastic_trainer.state.optimizer_values import Rates
+from elastic_trainer.state.rates import Rates
 from elastic_trainer.state.supported import some
 from elastic_trainer.training.optimizers import Schedulers, kind_of
 from elastic_trainer.wire.redact import redacted_settings

@@ -145,8 +145,12 @@ class Step:
                 self._number, self._done, self._is_trial = stage.step, len(self._phases), False
                 self._stage = "finished"
             case None:  # the run was finished before this worker joined it
-                assert self._worker.loop
-                self._number = self._worker.loop.state.committed - 1
+                if (loop := self._worker.loop) is None:
+                    raise RuntimeError(
+                        "the loop over the trainer was left before the first batch of this step "
+                        "was asked for. Use `for step in trainer`, or keep the iterator: "
+                        "steps = iter(trainer).")
+                self._number = loop.state.committed - 1
                 self._done, self._stage = len(self._phases), "finished"
 
     # --- what the user's code does with a batch ---------------------------------------------------

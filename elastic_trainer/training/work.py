@@ -75,6 +75,7 @@ class Work:
         self.scaling = Scaling(job.scaler, self.flat.gradients)
         self.fit = Fit()
         self._steps = 0
+        job.readers.training.watch.registered = lambda: self.state.extras.values()
         self.require_kept(begins=True)
 
     # --- whether the state can be kept ------------------------------------------------------------
@@ -93,11 +94,13 @@ class Work:
                 self.require_kept()
 
     def require_kept(self, *, begins: bool = False) -> None:
-        """Raise ConfigError for values that cannot be kept. Copies nothing.
+        """Raise ConfigError for values that cannot be kept, and RuntimeError if the script has
+        changed the dataset. Copies nothing.
 
         `begins`: before the first step, where the state learns the classes that it may hold.
         """
         state = self.state
+        self.job.readers.training.watch.check()
         try:
             state.packed(learns=begins)
         except CannotKeep as error:

@@ -32,7 +32,7 @@ SHORTEST = 8
 """The shortest value of a variable that counts as a secret: a shorter one stands in any text."""
 VARIABLES_S = 1.0
 STRONG = re.compile(
-    "passw|passphrase|^pwd$|secrets?$|secretkey|credential|^cookies?$|^jwt$|^authorization$|"
+    "passw(?!ordless)|passphrase|mnemonic|^t?otp$|^pwd$|secrets?$|secretkey|credential|^cookies?$|^jwt$|^authorization$|"
     "^bearer$|^dsn$|(api|auth|access|private|ssh|secret|account|wandb|openai)(key|token)s?$")
 """Words for what is a secret whatever its value is."""
 WEAK = re.compile("^keys?$|^tokens?$|^auth$|[a-z]{2}token$")
@@ -40,20 +40,23 @@ SHORT = re.compile("^pass$|^pw$|^sas$|^sig$|^signature$")
 """Words that are a secret's name alone, or after one of OWNERS."""
 OWNERS = frozenset(
     "access account admin amz anthropic api auth aws azure bot client comet db deploy encryption "
-    "ftp github gitlab google hf http hub huggingface id ldap license mail master mlflow mongo "
+    "ftp github gitlab google hf http hub huggingface id job ldap license mail master mlflow mongo "
     "mysql neptune oauth openai pg postgres private proxy redis refresh root secret service "
     "session shared signing slack smtp ssh storage sudo telegram user wandb".split())
 """Before `key` or `token`: a secret."""
 HARMLESS = frozenset(
-    "answer audio batch best blank bos caption category checkpoint chosen class cls col column "
-    "context dataset decoder delimiter dict drop encoder end eos eval extra feature features "
-    "field filter foreign global graph group head ignore image img index input item join json "
-    "keep label labels layer loss map mask max metric min missing model module monitor msg n new "
-    "newline next node num optim optimizer order output pad param partition patch path per pool "
-    "position prefix primary prompt public query question rejected response reward row sample "
-    "sampling score sentence sep separator shard slot sort source speaker special split "
-    "start state step stop strip target task tensor test text time title tool total train "
-    "unexpected unit unk unused val valid validation video vision vocab word".split())
+    "action answer attention audio batch bbox best blank bos cache caption category checkpoint "
+    "chosen ckpt class cls col column "
+    "context dataset decoder delimiter depth dict done drop ema encoder end eos eval extra feature "
+    "features field filter foreign frame global graph group gt head ignore image img index "
+    "initializer input instance item join json keep kv label labels latent layer lmdb loss lr map "
+    "mask max memory meta metric min missing model module monitor msg n name new newline next node "
+    "num obs optim optimizer order output pad param partition patch path per pixel pool position "
+    "pred prefix primary prompt public query question rejected response reward rng rope row sample "
+    "sampling score sentence sep separator shard slot sort sos source speaker special speech split "
+    "start state step stop strip target task tensor test text think time title tool total train "
+    "trigger unexpected unit unk unused val valid validation video vision vocab weights word yaml"
+    .split())
 """Before `key` or `token`: a kind of them that is no secret."""
 ABOUT = frozenset(
     "bits bytes count dim dims dir env factor field file folder frequency head heads id ids index "
@@ -74,7 +77,8 @@ _FORMS = re.compile("|".join((
     r"(?<![A-Za-z0-9])(?:sk|rk|pk|xai|pplx)-(?=[\w-]{0,40}(?=[A-Za-z]{0,9}\d)\w{10})[\w-]{16,}",
     r"(?<![A-Za-z0-9])(?:gl(?:pat|rt|dt|ft|cbt|ptt|agent|soat)|xox[abeprs]|pypi|GOCSPX)-(?=[\w-]*\d)[\w-]{12,}",
     r"\bdapi[0-9a-f]{32}(?:-\d)?", r"\bya29\.[\w-]{16,}", r"\bSG\.[\w-]{16,}\.[\w-]{16,}",
-    r"\b\d{8,10}:AA[\w-]{32,}", r"\bAGE-SECRET-KEY-1\w+", r"\beyJ[\w-]{6,}\.[\w-]{6,}\.[\w-]*",
+    r"\bnvapi-[\w-]{20,}", r"\b\d{8,10}:AA[\w-]{32,}", r"\bAGE-SECRET-KEY-1\w+",
+    r"\beyJ[\w-]{6,}\.[\w-]{6,}\.[\w-]*",
     r"(?<=hooks\.slack\.com/services/)[\w/]+", r"(?<=/api/webhooks/)\d+/[\w-]+",
     r"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----[\s\S]*?"
     r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)")))
@@ -83,9 +87,15 @@ _USER = re.compile(r"""(?<=://)(?:[^/?#\s'"]*|[^/?#\s'"@:\[]*:(?!\d+[/?#])[^\s'"
 _BEARER = re.compile(
     r"(?i)\b(bearer\s+|authorization[\"']?\s*[:=]\s*[\"']?(?:basic|digest|token|bearer)\s+)"
     r"(?!\*\*\*|tokens?\b)[^\s'\",]{4,}")
+_SAID = re.compile(
+    r"""(?i)\b(pass(?:word|wd)\s+(?:is\s+)?)(?=[^\s'",]*\d)(?=[^\s'",]*[a-z])[^\s'",]{8,}""")
+"""As a .netrc and a sentence have it."""
+LOGINS = frozenset(("u", "user", "userpwd", "proxy-user", "login"))
+"""Options whose value may be a name and a password, as those of curl."""
+_LOGIN = re.compile(r"[^\s:/]+:(?!\d+$)[^\s:/]{4,}")
 _VALUE = r"""(?:[bru]{1,2})?(?:\\"[^"\\]*\\"|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')"""
 _TWO = "(?:(?:api|access|secret|private)[ ])?"
-_ENDS = "(?:word|cret|_pwd|-pwd|_key|-key|oken)"
+_ENDS = "(?:word|cret|_pwd|-pwd|_key|-key|ikey|oken)"
 """The ends of names that are looked at without a blank after their colon."""
 MOST_DEEP = 20
 _OPTION = re.compile(
@@ -116,8 +126,9 @@ _FOR_STRONG = ("index", "pair", "head")
 HINTS = tuple((
     "pass pwd pw secret credential cookie jwt auth bearer sas sig dsn key token :// akia asia a3t "
     "aiza hf_ ghp_ gho_ ghu_ ghs_ ghr_ github_ r8_ npm_ gsk_ shpat_ lin_api_ dckr_ dop_v1_ "
-    "wandb_v1 sk_ rk_ pk_ sk- rk- pk- xai- pplx- glpat glrt gldt glft glcbt glptt glagent glsoat "
-    "xox pypi- gocspx dapi ya29 sg. :aa hooks eyj -----begin").split())
+    "wandb_v1 nvapi otp mnemonic userpwd sk_ rk_ pk_ sk- rk- pk- xai- pplx- glpat glrt gldt glft "
+    "glcbt glptt glagent glsoat xox pypi- gocspx dapi ya29 sg. :aa hooks eyj -----begin").split()
+    + ["-u ", "-user ", "-user=", "-login ", "-login="])
 """A text with none of these has nothing that is looked for below. Most events have none."""
 
 
@@ -136,8 +147,10 @@ def _kind_of(name: str) -> str:
     if len(words) == 1 and SHORT.search(words[0]):
         return "weak"
     for at, word in enumerate(words):
-        if WEAK.search(word) and not (at and words[at - 1] in HARMLESS):
-            return "weak"
+        after = words[at + 1] if at + 1 < len(words) else "key"
+        if WEAK.search(word) and not (at and words[at - 1] in HARMLESS) and (
+                after in OWNERS or after.isdigit() or WEAK.search(after)):
+            return "weak"  # another word after it speaks of it (--key-padding-mask)
     return ""
 
 
@@ -145,6 +158,8 @@ def is_secret(name: str, value: Any) -> bool:
     """True if a value of this name is a secret."""
     if isinstance(value, bool) or value is None:
         return False
+    if name.lstrip("-") in LOGINS:
+        return bool(_LOGIN.fullmatch(str(value)))
     if not (kind := _kind_of(name)):
         return False
     text = str(value).strip("\\\"'")
@@ -170,6 +185,7 @@ def redacted(text: str) -> str:
     for value in _values_of_variables():
         text = text.replace(value, HIDDEN)
     text = _BEARER.sub(rf"\1{HIDDEN}", _FORMS.sub(HIDDEN, _USER.sub(f"{HIDDEN}@", text)))
+    text = _SAID.sub(rf"\1{HIDDEN}", text)
     return _PAIRS.sub(_hidden_pair, _OPTION.sub(_hidden_option, text))
 
 
@@ -180,7 +196,8 @@ def redacted_command(words: Iterable[str]) -> list[str]:
         is_option = word.startswith("-") and "=" not in word
         found.append(HIDDEN if name and not is_option and is_secret(name, word)
                      else _redacted_word(word))
-        name = word.lstrip("-") if is_option else ""
+        if is_option or not (name.endswith("s") and _kind_of(name) == "strong"):
+            name = word.lstrip("-") if is_option else ""  # --api-keys has several values
     return found
 
 

@@ -151,6 +151,7 @@ class Replica:
                          for edge in (start, stop))
             found.append((name, parameter, low, high, parameter.numel()))
             kept = self.state.optimizer.state.get(parameter, {})
+            kept = kept if isinstance(kept, dict) else {"": kept}
             for key in sorted(kept, key=str):
                 found.append((f"{name}/{key}", kept[key], low, high, parameter.numel()))
         found += self._attributes_held(index, slices)
