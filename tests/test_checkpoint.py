@@ -616,7 +616,7 @@ def test_all_read_again_when_what_was_handed_on_arrives_damaged(
 
     def flipped(self: Member, handle: Any) -> torch.Tensor:
         tensor = kept(self, handle)
-        if self.rank == 1 and handle[1] == "restore.2" and flips:
+        if self.rank == 1 and handle[0][0] == "restore.2" and flips:
             tensor[flips.pop()] ^= 1
         return tensor
 
