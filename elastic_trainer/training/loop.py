@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -196,7 +196,11 @@ class Loop:
         """Sum the gradients of all workers, and return the checksums of my slice of the state."""
         self.microbatches.send(self.world)
         # Computed while the gradients are on their way. A world of one has nothing to compare.
-        held = self.replica.start(step) if self.world.size > 1 else list
+        held: Callable[[], list[Part]] = list
+        if self.world.size > 1:
+            held = self.replica.start(step)
+        else:
+            self.replica.look(step)
         self.microbatches.reduce(self.world)
         self.microbatches.share(partial(self._from_first_microbatch, step), self.world)
         self.state.prepare()
