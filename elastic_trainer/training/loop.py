@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -195,12 +195,8 @@ class Loop:
     def _reduce(self, step: int) -> list[Part]:
         """Sum the gradients of all workers, and return the checksums of my slice of the state."""
         self.microbatches.send(self.world)
-        # Computed while the gradients are on their way. A world of one has nothing to compare.
-        held: Callable[[], list[Part]] = list
-        if self.world.size > 1:
-            held = self.replica.start(step)
-        else:
-            self.replica.look(step)
+        # Computed while the gradients are on their way.
+        held = self.replica.start(step, is_alone=self.world.size == 1)
         self.microbatches.reduce(self.world)
         self.microbatches.share(partial(self._from_first_microbatch, step), self.world)
         self.state.prepare()

@@ -118,18 +118,19 @@ class Replica:
                                     len(self.names) // SLICE_TENSORS)))
         """After this number of steps the whole state has been compared."""
 
-    def start(self, step: int) -> Callable[[], list[Part]]:
+    def start(self, step: int, is_alone: bool = False) -> Callable[[], list[Part]]:
         """Begin with the checksums of a step's slice: weights, optimizer state, buffers and
-        numbers. The result returns them; nothing in the slice changes before. On a GPU it
-        waits."""
+        numbers. The result returns them; nothing in the slice changes before. On a GPU it waits.
+
+        In a world of one there are none. The walk through the optimizer's attributes remains: it
+        finds what has changed and cannot be kept.
+        """
+        if is_alone:
+            self._attributes_held(step % self.slices, self.slices)
+            return list
         held = self._held(step % self.slices, self.slices)
         copied = Copied(held)
         return lambda: copied.parts(held)
-
-    def look(self, step: int) -> None:
-        """Look for changed attributes of the optimizer that cannot be kept, as a step's slice does.
-        A world of one needs no more of it."""
-        self._attributes_held(step % self.slices, self.slices)
 
     def parts(self, step: int) -> list[Part]:
         """Return the checksums of a step's slice."""
