@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,13 +64,19 @@ def masked(layers: int) -> torch.nn.Module:
     return model
 
 
+def steps_of(model: torch.nn.Module, **options: Any) -> Iterator[Any]:
+    """Yield each step after its batches."""
+    for step in trainer_of(model, until=f"{STEPS} steps", min_microbatch_samples=2, **options):
+        for batch in step:
+            step.backward(mse(model, batch))
+        yield step
+
+
 def operations(model: torch.nn.Module, **options: Any) -> Counter[str]:
     """Return the operations of our own in one step."""
     counting = Operations()
     with counting:
-        for step in trainer_of(model, until=f"{STEPS} steps", min_microbatch_samples=2, **options):
-            for batch in step:
-                step.backward(mse(model, batch))
+        for step in steps_of(model, **options):
             counting.counts = step.number == MEASURED - 1
     return counting.found
 
@@ -126,9 +132,7 @@ def reads(model: torch.nn.Module, **options: Any) -> list[str]:
     """Return the copies and reads of one step, in their order."""
     noting = Reads()
     with noting:
-        for step in trainer_of(model, until=f"{STEPS} steps", min_microbatch_samples=2, **options):
-            for batch in step:
-                step.backward(mse(model, batch))
+        for step in steps_of(model, **options):
             noting.notes = step.number == MEASURED - 1
             assert step.loss > 0
     return noting.found

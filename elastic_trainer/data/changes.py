@@ -82,8 +82,12 @@ class Watch:
             self._seen = self.look()
 
     def check(self) -> None:
-        """Raise RuntimeError if the script has changed something."""
+        """Look, and raise RuntimeError if the script has changed something."""
         self.notice()
+        self.require_unchanged()
+
+    def require_unchanged(self) -> None:
+        """Raise RuntimeError if the script has changed something, as far as it was noticed."""
         if self.changed:
             raise RuntimeError(f"{self.changed} between two reads. {self._why}")
 

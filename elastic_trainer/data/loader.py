@@ -163,9 +163,9 @@ class Reader:
         if self._pool:
             self._own.check()
             return self._pinned(self._pool.take(key, ahead, check))
-        if self.watch is self._own:
-            self.watch.check()
         with self.watch.reading():
+            if self.watch is self._own:
+                self.watch.require_unchanged()
             return self._fetched(key, indices)
 
     def _fetched(self, key: Key, indices: numpy.ndarray | None) -> Any:
