@@ -192,18 +192,18 @@ class Generations:
         self.driver.start(hooks, state.has_state, state.committed, self.arithmetic,
                           meets_at_once=init_can_fail())
 
-    def _enter(self, place: RankAssignment) -> None:
-        self._generation, self._change_wanted_since = place.generation, None
-        self.world.seat(place.rank, place.size)
-        self.events.bound.update(generation=place.generation, rank=place.rank, size=place.size)
-        if place.attempt is not None:
-            self.events.bound["attempt"] = place.attempt
+    def _enter(self, taken: RankAssignment) -> None:
+        self._generation, self._change_wanted_since = taken.generation, None
+        self.world.seat(taken.rank, taken.size)
+        self.events.bound.update(generation=taken.generation, rank=taken.rank, size=taken.size)
+        if taken.attempt is not None:
+            self.events.bound["attempt"] = taken.attempt
         self.events.reach("world.place_taken")
         self.pauses.place()
-        self.local_size = place.local_size
-        if place.size == 1 and not self.hooks.user_reduces:
+        self.local_size = taken.local_size
+        if taken.size == 1 and not self.hooks.user_reduces:
             return
-        self._session.prepare(place, self.hooks.expected_step_s(place.size))
+        self._session.prepare(taken, self.hooks.expected_step_s(taken.size))
         self.events.reach("world.init_entered")
         self._session.start()  # network: a full mesh of connections
         self.events.reach("world.init_left")

@@ -132,10 +132,6 @@ class Replica:
         copied = Copied(held)
         return lambda: copied.parts(held)
 
-    def parts(self, step: int) -> list[Part]:
-        """Return the checksums of a step's slice."""
-        return self.start(step)()
-
     def all_parts(self) -> list[Part]:
         """Return the checksums of everything."""
         held = self._held(0, 1)
