@@ -21,10 +21,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.setup.target import installed_torch
 
 VARIABLE = "ELASTIC_TRAINER_LOCAL_GPUS"
 """Host → the variables of its worker, as JSON."""
@@ -37,11 +37,8 @@ SHARED = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME"
 
 def is_for_gpus() -> bool:
     """Return whether the installed torch is built for CUDA, without importing it."""
-    spec = find_spec("torch")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        text = (Path(folder) / "version.py").read_text()
-        return re.search(r"^cuda\b[^=\n]*= *['\"]", text, re.MULTILINE) is not None
-    return False
+    torch = installed_torch()
+    return torch is not None and torch.cuda is not None
 
 
 def gpus_here(processes: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
