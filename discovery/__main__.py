@@ -2,7 +2,7 @@
 
     python -S -m elastic_trainer.discovery hosts-file FILE [MAX_AGE_S] print FILE (for horovodrun)
     python -m elastic_trainer.discovery ec2 --once --tag Job=mine …    print EC2's list, no agents
-    python -m elastic_trainer.discovery poll --hosts-file FILE --tag … keep FILE true (coordinator)
+    python -m elastic_trainer.discovery poll ec2 --hosts-file FILE …   keep FILE true (coordinator)
     python -m elastic_trainer.discovery group --group NAME …           ask for the wished machines
     python -m elastic_trainer.discovery check <wish.json               print what an apply lacks
     python -m elastic_trainer.discovery agent --key-file FILE …        answer the poller (each host)
@@ -10,7 +10,7 @@
 hosts file (replaced whole by its writer) → here → horovodrun
 
 What always holds:
-1. stdout is the protocol: `host:slots` lines and nothing else.
+1. stdout is the protocol: lines `host:slots`, or `host:slots address`, and nothing else.
 2. Unknown is never empty: if the file is absent, incomplete or too old, the exit code is 1, and
    horovodrun keeps its list. An empty file means that there are no hosts.
 3. `hosts-file` imports only what it needs, and nothing of ours: it has 60 ms, under a lock of
@@ -34,14 +34,15 @@ def main(argv: list[str]) -> int:
     """Run one command; returns the exit code."""
     if argv[:1] == ["hosts-file"]:
         return hosts_file(argv[1:])
-    if argv[:1] and argv[0] in ("ec2", "poll", "group", "agent"):
-        from elastic_trainer.discovery.commands import run  # here: it imports boto3
-
-        return run(argv)
     if argv == ["check"]:
         from elastic_trainer.discovery.places.ec2_account import run as check  # imports boto3
 
         return check()
+    if argv[:1]:
+        from elastic_trainer.discovery.commands import COMMANDS, run  # here: it takes 60 ms
+
+        if argv[0] in COMMANDS:
+            return run(argv)
     print("usage:", str(__doc__).split("\n\n")[1], sep="\n", file=sys.stderr)
     return 2
 
@@ -65,9 +66,11 @@ def hosts_file(argv: list[str]) -> int:
                         f"until its poller writes again", argv[0])
     lines = [line for line in text.splitlines() if line.strip()]
     for line in lines:
-        host, _, slots = line.strip().partition(":")
+        place, _, address = line.strip().partition(" ")
+        host, _, slots = place.partition(":")
         is_number = re.fullmatch("[0-9]{1,4}", slots)
-        if not re.fullmatch(HOST_NAME, host) or not is_number or int(slots) < 1:
+        are_names = all(re.fullmatch(HOST_NAME, name) for name in (host, address or host))
+        if not are_names or not is_number or int(slots) < 1:
             return complain(f"has a line that is not host:slots: {line!r}", argv[0])
     sys.stdout.write("".join(line.strip() + "\n" for line in lines))
     return 0

@@ -26,8 +26,6 @@ from elastic_trainer.wire.gate import Gate, Request, head, refuse
 from elastic_trainer.wire.seal import NONCE, SIGNATURE, Kind, is_sealed, seal
 
 WATCH_S = 1.0
-STOP_S = 90.0
-"""The time for which a host that is being stopped drains. systemd kills the agent after it."""
 NONCES = 1 << 16
 """The nonces that are remembered (18 hours of one poller's). A repeated older request receives only
 the host's health."""
@@ -90,16 +88,16 @@ class AgentServer(Gate):
 
 
 def serve(bind: str, port: int, key: bytes, agent: Agent,
-          announce: Callable[[int], None] = lambda port: None) -> None:
-    """Run the agent until SIGTERM, which drains the host first.
+          announce: Callable[[int], None], *, grace_s: float, stopped: str) -> None:
+    """Run the agent until SIGTERM, which drains the host first, for at most `grace_s`.
 
-    A machine that shuts down stops its services first.
+    A machine that shuts down stops its services first. `stopped` is the reason that users read.
     """
     server = AgentServer(bind, port, key, agent)
     stopping, examined = threading.Event(), threading.Event()
 
     def stop() -> None:
-        agent.drain("the host is being stopped", time.time() + STOP_S, for_good=False)
+        agent.drain(stopped, time.time() + grace_s, for_good=False)
         stopping.set()
 
     def examine() -> None:

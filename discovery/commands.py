@@ -1,69 +1,89 @@
-"""The slow commands of `python -m elastic_trainer.discovery`: ec2, poll, group, agent.
+"""The slow commands of `python -m elastic_trainer.discovery`: poll PLACE, PLACE --once, group and
+agent.
 
-An agent's process has neither boto3 nor pydantic: they take 40 MB on each host.
+A process has only the code of its own place. An agent's has neither boto3 nor pydantic: they take
+40 MB on each host.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import pwd
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.discovery.client import read_key
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.place_protocol import PlaceUnavailable
-from elastic_trainer.discovery.places.ec2_metadata import ENDPOINT, Metadata
 from elastic_trainer.wire.plain import plain_text
 
+if TYPE_CHECKING:
+    from elastic_trainer.discovery.place_protocol import Place
+
 AGENT_PORT = 7411
-HOST_NAMES = ("private-dns", "private-ip")
+GRACE_S = 90.0
+"""The time for which a host that is being stopped drains. Its process is killed soon after it: by
+systemd (deploy/hosts), a kubelet, Slurm."""
+PLACES = {"ec2": "ec2"}
+"""Name on the command line → the module in places/ with `add_options` and `place_of`."""
+MACHINES = {"ec2": "ec2_metadata"}
+"""The same → the module in places/ with `ENDPOINT` and `Metadata`, for an agent."""
+COMMANDS = ("poll", "group", "agent", *PLACES)
 
 
 def run(argv: list[str]) -> int:
     """Run one command; returns the exit code."""
-    options = _parser().parse_args(argv)
+    name = argv[1] if argv[:1] == ["poll"] and len(argv) > 1 else argv[0]
     try:
+        if argv[:1] == ["poll"] and name.startswith("-") and name not in ("-h", "--help"):
+            raise ValueError(f"poll needs the name of a place before {name}. For EC2: python -m "
+                             f"elastic_trainer.discovery poll ec2 {name} …")
+        options = _parser(name).parse_args(argv)
         if options.command == "agent":
-            _run_agent(options)
-        elif options.command == "group":
+            return _run_agent(options)
+        if options.command == "group":
             from elastic_trainer.discovery.places.ec2 import AutoScalingGroup
             from elastic_trainer.discovery.places.ec2_group import keep
 
             keep(AutoScalingGroup(options.group), options.hosts_file, options.events)
         else:
-            _ask_ec2(options)
+            _ask(_module(PLACES[name]).place_of(options), options)
         return 0
     except (PlaceUnavailable, ValueError, OSError) as error:
         print(f"discovery: {plain_text(error)}", file=sys.stderr)
         return 1
 
 
-def _run_agent(options: argparse.Namespace) -> None:
+def _module(name: str) -> Any:
+    return importlib.import_module(f"elastic_trainer.discovery.places.{name}")
+
+
+def _run_agent(options: argparse.Namespace) -> int:
     from elastic_trainer.discovery.agent import serve
     from elastic_trainer.discovery.health import Agent
 
-    metadata = None if options.no_metadata else Metadata(options.metadata)
+    machine = _module(MACHINES[options.place])
+    metadata = None if options.no_metadata else machine.Metadata(
+        options.metadata or machine.ENDPOINT)
     key = read_key(options.key_file)
     user = options.user if options.user is not None else user_of_workers(options.key_file)
     serve(options.bind, options.port, key, Agent(metadata, options.folder, user),
-          lambda port: print(port, flush=True))
+          lambda port: print(port, flush=True), grace_s=options.grace, stopped=options.stop_reason)
+    return int(options.stopped_exit_code)
 
 
-def _ask_ec2(options: argparse.Namespace) -> None:
-    """Print EC2's list once, or poll until a signal."""
-    from elastic_trainer.discovery.places.ec2 import Ec2
+def _ask(place: Place, options: argparse.Namespace) -> None:
+    """Print a place's list once, or poll until a signal."""
     from elastic_trainer.discovery.poll import Poller, once
 
-    tags = dict(tag.split("=", 1) for tag in options.tag)
-    place = Ec2(tags, options.group, cpu_slots=options.cpu_slots, host_name=options.host_name)
     has_agents = options.command == "poll" and options.key_file is not None
     policy = Policy(lifecycle=options.lifecycle, same_type=options.same_type, agents=has_agents,
                     horizon_s=60 * options.horizon)
-    if options.command == "ec2":
-        lines = (f"{name}:{slots}\n" for name, slots in once(place, policy))
-        sys.stdout.write("".join(lines))
+    if options.command != "poll":
+        sys.stdout.write(once(place, policy))
         return
     key = read_key(options.key_file) if has_agents else b""
     Poller(place, options.hosts_file, policy, interval_s=options.interval, key=key,
@@ -92,51 +112,63 @@ def _user(text: str) -> int:
         raise argparse.ArgumentTypeError(f"this machine has no user {text!r}") from None
 
 
-def _tag(text: str) -> str:
-    if "=" not in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return text
+def _seconds(text: str) -> float:
+    try:
+        if 0.0 < float(text) < 1e6:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser. Of the places only `name` has its options."""
     parser = argparse.ArgumentParser(prog="python -m elastic_trainer.discovery")
     commands = parser.add_subparsers(dest="command", required=True)
-    ec2 = commands.add_parser("ec2", help="print host:slots lines straight from EC2")
-    ec2.add_argument("--once", action="store_true", required=True,
-                     help="ask once (a daemon is `poll`)")
     poll = commands.add_parser("poll", help="keep the hosts file true")
-    poll.add_argument("--hosts-file", type=Path, required=True)
-    poll.add_argument("--interval", type=float, default=5.0,
-                      help="seconds between questions to EC2 (%(default)s)")
-    poll.add_argument("--key-file", type=Path,
-                      help="the run's key (mode 600), to ask the agents; without it there are none")
-    poll.add_argument("--agent-port", type=int, default=AGENT_PORT)
-    for command in (ec2, poll):
-        _add_choice_of_machines(command)
+    polled = poll.add_subparsers(dest="place", metavar="PLACE", required=True)
+    for place in PLACES:
+        once, poller = (group.add_parser(place, help=f"{what} {place}") for group, what in (
+            (commands, "print host:slots lines straight from"), (polled, "follow")))
+        once.add_argument("--once", action="store_true", required=True,
+                          help="ask once (a daemon is `poll`)")
+        _add_poller(poller)
+        for command in (once, poller):
+            _add_policy(command)
+            if place == name:
+                _module(PLACES[place]).add_options(command)
     group = commands.add_parser("group",
                                 help="ask an auto scaling group, once, for the wished machines")
     group.add_argument("--group", required=True)
     group.add_argument("--hosts-file", type=Path, required=True,
                        help="the poller's, whose table is beside it")
-    for command in (poll, group):
-        command.add_argument("--events", type=Path,
-                             help="append to this event log, e.g. runs/NAME/events.jsonl")
+    _add_events(group)
     _add_agent(commands.add_parser("agent", help="watch this host and answer the poller"))
     return parser
 
 
-def _add_choice_of_machines(command: argparse.ArgumentParser) -> None:
+def _add_events(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--events", type=Path,
+                         help="append to this event log, e.g. runs/NAME/events.jsonl")
+
+
+def _add_poller(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("--tag", type=_tag, action="append", required=True, metavar="NAME=VALUE",
-        help="only instances with this tag (more than one: with all of them)")
-    add("--group", help="only instances InService in this auto scaling group")
+    add("--hosts-file", type=Path, required=True)
+    add("--interval", type=_seconds, default=5.0,
+        help="seconds between questions to the place (%(default)s)")
+    add("--key-file", type=Path,
+        help="the run's key (mode 600), to ask the agents; without it there are none")
+    add("--agent-port", type=int, default=AGENT_PORT)
+    _add_events(command)
+
+
+def _add_policy(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
     add("--lifecycle", choices=("spot", "on-demand", "any"), default="spot")
-    add("--cpu-slots", type=int, default=1, help="slots of a type without GPUs (%(default)s)")
-    add("--host-name", choices=HOST_NAMES, default=HOST_NAMES[0],
-        help="private-dns must be unique to the incarnation: resource names, not ip names")
     add("--horizon", type=float, default=15.0, metavar="MINUTES",
         help="leave this long before a scheduled stop, reboot or retirement (%(default)s)")
-    add("--same-type", action="store_true", help="only the largest group of one instance type")
+    add("--same-type", action="store_true", help="only the largest group of one machine type")
 
 
 def _add_agent(agent: argparse.ArgumentParser) -> None:
@@ -148,5 +180,14 @@ def _add_agent(agent: argparse.ArgumentParser) -> None:
                                    "as root (the key file's owner)")
     add("--folder", type=Path, default=Path("/"),
         help="a folder on the disk that must not be full (%(default)s)")
-    add("--metadata", default=ENDPOINT, help="the metadata service (%(default)s)")
+    add("--place", choices=MACHINES, default="ec2",
+        help="whose metadata service this machine has (%(default)s)")
+    add("--metadata", help="the address of the metadata service, if it is another one")
     add("--no-metadata", action="store_true", help="this machine has none")
+    add("--grace", type=_seconds, default=GRACE_S, metavar="SECONDS",
+        help="how long the host may drain after SIGTERM, until it is killed (%(default)s)")
+    add("--stop-reason", default="the host is being stopped", metavar="TEXT",
+        help="what SIGTERM means here, as users read it (%(default)s)")
+    add("--stopped-exit-code", type=int, default=0, metavar="N",
+        help="the exit code after SIGTERM. Kubernetes starts no other pod for one with exit code "
+             "0 (%(default)s)")

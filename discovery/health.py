@@ -34,7 +34,7 @@ from typing import Any
 
 import psutil
 
-from elastic_trainer.discovery.place_protocol import Machine, PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import Machine, PlaceUnavailable, utc
 from elastic_trainer.host import processes, standbys
 from elastic_trainer.wire.gate import NO_DESCRIPTOR
 
@@ -44,7 +44,7 @@ HUNG_S = 20.0
 NVIDIA_SMI_S = 10.0
 HURRY_S = 30.0
 """The end of a notice's time that is left to workers: enough for the rest of a step and a
-rendezvous."""
+rendezvous. Of a short notice it is the second half."""
 DISK_FREE = 0.02
 MEMORY_FREE = 0.02
 MOST_WORKERS, MOST_NAME = 256, 120
@@ -116,6 +116,7 @@ class Agent:
         self._gpus = len(list(devices.glob("nvidia[0-9]*")))
         self._answering_gpus: int | None = None
         self._examining_since: float | None = None
+        self._hurries_at = 0.0
         self._life = secrets.token_hex(8)
         self.refused = 0
 
@@ -124,15 +125,17 @@ class Agent:
         with self._lock:
             if self._drains is None or for_good and not self._drains["for_good"]:
                 self._drains = {"why": why, "deadline": deadline, "for_good": for_good}
+                left_s = (deadline or 0.0) - time.time()
+                self._hurries_at = (deadline or 0.0) - min(HURRY_S, max(0.0, left_s / 2))
 
     def last_call(self) -> None:
-        """Send SIGTERM, once, to the workers that are still here when HURRY_S are left.
+        """Send SIGTERM, once, to the workers that are still here when the time is nearly over.
 
         They then leave without waiting for other workers.
         """
         with self._lock:
             deadline = self._drains["deadline"] if self._drains else None
-            if self._has_called or deadline is None or time.time() < deadline - HURRY_S:
+            if self._has_called or deadline is None or time.time() < self._hurries_at:
                 return
         try:
             found = self.workers()
@@ -170,8 +173,8 @@ class Agent:
             return
         try:
             if notice := self.metadata.notice():
-                at = time.strftime("%H:%M:%S", time.gmtime(notice.deadline))
-                self.drain(f"{notice.action} at {at} UTC", notice.deadline)
+                at = "" if notice.deadline is None else f" at {utc(notice.deadline)}"
+                self.drain(f"{notice.action}{at}", notice.deadline)
             self._rebalance, self._unknown = self.metadata.rebalance(), ""
         except PlaceUnavailable as error:
             self._unknown = str(error)

@@ -4,7 +4,8 @@ instances (place), health (agent), notices, history, clock → here → hosts fi
 
 What always holds:
 1. A host with a notice of the cloud never comes back: its id is excluded until the cloud forgets
-   it. A host whose agent was only stopped comes back with its next agent.
+   it. A host whose agent was only stopped comes back with its next agent, and one with a notice
+   that its place has withdrawn comes back at once.
 2. The oldest stable host comes first, because it becomes rank 0. A host that returned within
    flap_window_s stands after the others while it stays.
 3. Arrivals are batched: each join costs a pause, so hosts that arrive within seconds of each other
@@ -92,6 +93,12 @@ class Past:
     doomed: str = ""
     stopped: str = ""
     """The `life` of its agent that was stopped; "" if none was, or another one has started."""
+    stopped_by: str = ""
+    """Why it was stopped, by its own report."""
+    noticed: str = ""
+    """The notice that its place repeats now, and may withdraw."""
+    address: str = ""
+    """Where its workers are reached; "": by its name."""
     sick: str = ""
     """The fault that its agent last reported; "": none. A sick host that falls silent stays sick.
     """
@@ -105,8 +112,8 @@ class Past:
 
     @property
     def leaves(self) -> bool:
-        """True for a host whose own agent has reported that it leaves."""
-        return bool(self.doomed or self.stopped)
+        """True for a host that leaves by the report of its own agent, or by a notice."""
+        return bool(self.doomed or self.stopped or self.noticed)
 
 
 @dataclass(frozen=True)
@@ -137,6 +144,7 @@ ENDING = ("instance-stop", "instance-retirement", "instance-reboot", "system-reb
           "system-maintenance")
 MOST_DOUBLINGS = 16
 IN = "in"
+NOTICE = "notice"
 SICK = "sick: "
 """Begins the reason of a host whose agent reports a fault."""
 HELD = "held back"
@@ -188,9 +196,17 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
                     History(past, tuple((i.id, i.name, i.slots) for i in ordered), unheard=unheard))
 
 
+def lines(history: History) -> str:
+    """Return the list as the hosts file has it: `host:slots`, and the address where it has one."""
+    addresses = {i: past.address for i, past in history.past.items() if past.address}
+    return "".join(f"{name}:{slots} {addresses.get(i, '')}".rstrip() + "\n"
+                   for i, name, slots in history.listed)
+
+
 def _doubt(unexplained: Sequence[str], listed: set[str], reasons: Mapping[str, str],
            past: Mapping[str, Past], history: History) -> Decision:
-    """Keep the list, but for hosts that leave by their own report, until the loss is confirmed."""
+    """Keep the list, but for hosts that leave by a report or a notice, until the loss is confirmed.
+    """
     leaving = {i: p for i, p in past.items() if p.leaves}
     kept = tuple(entry for entry in history.listed if entry[0] not in leaving)
     doubts = {i: f"{reasons.get(i, 'missing')}, {DOUBTED}" for i in unexplained}
@@ -203,7 +219,11 @@ def _doubt(unexplained: Sequence[str], listed: set[str], reasons: Mapping[str, s
 
 def _remember(instance: Instance, past: Past, answer: Health | None, now: float) -> Past:
     """Return the past of a host that the cloud knows, with its agent's answer."""
-    past = replace(past, seen_at=now)
+    past = replace(past, seen_at=now, address=instance.address, noticed="")
+    if given := instance.notice:
+        says = f"{NOTICE}: {given.sentence()}"
+        past = (replace(past, doomed=past.doomed or says) if given.for_good
+                else replace(past, noticed=says))
     if answer is None:
         return past
     if not answer.is_clock_off:
@@ -214,8 +234,8 @@ def _remember(instance: Instance, past: Past, answer: Health | None, now: float)
     if answer.state != "draining":
         return replace(past, stopped="") if answer.life != past.stopped else past
     if not answer.for_good:
-        return replace(past, stopped=answer.life)
-    notice = f"notice: {answer.why}" if answer.why else "notice"
+        return replace(past, stopped=answer.life, stopped_by=answer.why)
+    notice = f"{NOTICE}: {answer.why}" if answer.why else NOTICE
     return replace(past, doomed=past.doomed or notice)
 
 
@@ -235,8 +255,10 @@ def _lost_gpus(instance: Instance, answer: Health) -> str:
 def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:
     """Return the cloud's or the host's own reason against it; "" if there is none."""
     ending = [code for code, in_s in instance.events if code in ENDING and in_s <= policy.horizon_s]
+    if instance.notice:
+        return past.doomed or past.noticed
     if instance.state != "running":
-        return f"the cloud reports {instance.state}"
+        return instance.says or f"the cloud reports {instance.state}"
     if policy.lifecycle not in ("any", instance.lifecycle):
         return f"{instance.lifecycle}, and only {policy.lifecycle} is wanted"
     if instance.group_state not in ("", "InService"):
@@ -244,7 +266,8 @@ def _forbidden(instance: Instance, past: Past, policy: Policy) -> str:
     if past.doomed:
         return past.doomed
     if past.stopped:
-        return "its agent was stopped, and no other one has started"
+        why = f"{past.stopped_by}: " if past.stopped_by else ""
+        return f"{why}its agent was stopped, and no other one has started"
     if instance.is_impaired:
         return "the cloud reports impaired"
     if ending:

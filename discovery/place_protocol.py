@@ -12,16 +12,21 @@ A host's way to a worker, in the order of the files:
 What always holds:
 1. An answer is complete, or PlaceUnavailable is raised: unknown is never empty.
 2. A name belongs to one machine, from its start to its end. A place that gives a name again makes
-   it unique.
-3. The start and the end of a refusal are one event each, not one per poll. A refusal that returns
+   it unique, and tells the machine's address beside it.
+3. A machine that the place takes has a notice, in the place's own words.
+4. The start and the end of a refusal are one event each, not one per poll. A refusal that returns
    is logged again after AGAIN_S at the earliest. It ends when machines come or none is missing.
 
-To add a place: write places/NAME.py with a class for `Place`. Add a class for `Machine` if a host
-can learn by itself that it will be taken. Add a command to commands.py.
+To add a place: write places/NAME.py with a class for `Place` and two functions,
+`add_options(parser)` and `place_of(options)`, and add its name to PLACES in commands.py. Add a
+class for `Machine`, and its module to MACHINES, if a host can learn by itself that it will be
+taken. `place_of` raises ValueError, with the remedy, for what the user has to correct. It raises
+nothing while the place does not answer: the poller asks again.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -34,12 +39,31 @@ class PlaceUnavailable(OSError):
 
 
 @dataclass(frozen=True)
+class Notice:
+    """The place takes this machine at `deadline` (seconds since 1970)."""
+
+    action: str
+    """In the place's own words: "terminate", "pod deleted", "preempted"."""
+    deadline: float | None = None
+    for_good: bool = True
+    """False: the place may withdraw it. The host is out while the place repeats it."""
+
+    def sentence(self) -> str:
+        """Return what the user reads of it."""
+        if self.deadline is None:
+            return self.action
+        return f"{self.action}, taken at {utc(self.deadline)}"
+
+
+@dataclass(frozen=True)
 class Instance:
     """A machine as its place describes it."""
 
     id: str
     name: str
     """The host's name or address, unique to this incarnation."""
+    address: str = ""
+    """Where its agent and its workers are reached; "": by the name."""
     type: str = ""
     zone: str = ""
     launched: float = 0.0
@@ -47,6 +71,10 @@ class Instance:
     lifecycle: str = "spot"
     """"spot" or "on-demand"."""
     state: str = "running"
+    says: str = ""
+    """Why the state is not "running", as the user reads it; "": the state alone."""
+    notice: Notice | None = None
+    """The place takes this machine."""
     group_state: str = ""
     """Its LifecycleState in the auto scaling group ("InService", "Terminating:Wait", …); "" outside
     any group."""
@@ -58,13 +86,15 @@ class Instance:
     gpus: int = 0
     """NVIDIA's GPUs of its type. The host's agent must find as many."""
 
+    @property
+    def reached_at(self) -> str:
+        """Return the name or address at which its agent is reached."""
+        return self.address or self.name
 
-@dataclass(frozen=True)
-class Notice:
-    """The place takes this machine at `deadline` (seconds since 1970)."""
 
-    action: str
-    deadline: float
+def utc(seconds: float) -> str:
+    """Return a time of day, of seconds since 1970."""
+    return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,6 +46,7 @@ from elastic_trainer.discovery.hosts import (
     Past,
     Policy,
     decide,
+    lines,
 )
 from elastic_trainer.discovery.memory import Memory, recall, write_down
 from elastic_trainer.discovery.place_protocol import (
@@ -257,7 +258,7 @@ class Poller:
 
     def _publish(self, decision: Decision) -> None:
         """Write memory, list and table. A failed write is tried again at the next turn."""
-        text = "".join(f"{name}:{slots}\n" for name, slots in decision.hosts)
+        text = lines(decision.history)
         past, at = self.history.past, known_at(
             self.history, self.instances, self._heard_at, self._answered_at or 0.0, self.clock(),
             self.wall(), self.policy.silence_s)
@@ -345,22 +346,24 @@ def row(instance: Instance, decision: Decision, answer: Health | None,
     past = decision.history.past.get(instance.id, Past())
     since = past.first_unfit if past.first_fit is None else past.first_fit
     why = decision.reasons.get(instance.id, "")
-    return {**vars(instance), "why": why, "is_in": why == IN,
+    notice = instance.notice.deadline if instance.notice else None
+    return {**vars(instance), "notice": instance.notice and instance.notice.sentence(),
+            "why": why, "is_in": why == IN,
             "since_s": None if since is None else now - since,
             "agent": answer.state if answer else "", "agent_why": answer.why if answer else "",
             "rebalance": bool(answer and answer.rebalance),
-            "deadline": answer.deadline if answer else None,
+            "deadline": answer.deadline if answer and answer.deadline else notice,
             "workers": answer.facts.get("workers") if answer else None,
             "standby": answer.facts.get("standby") if answer else None,
             "refused": answer.refused if answer else 0}
 
 
-def once(place: Place, policy: Policy) -> Sequence[tuple[str, int]]:
+def once(place: Place, policy: Policy) -> str:
     """Return the list straight from the cloud, without agents and without a past.
 
     Raises PlaceUnavailable.
     """
-    return decide(place.instances(), {}, History(), 0.0, policy).hosts
+    return lines(decide(place.instances(), {}, History(), 0.0, policy).history)
 
 
 def _without_figures(why: str) -> str:

@@ -31,7 +31,7 @@ imported from `elastic_trainer`. The command line has `--help`:
 ```sh
 ./horovodrun_elastic.sh --help
 elastic-trainer --help
-python -m elastic_trainer.discovery poll --help
+python -m elastic_trainer.discovery poll ec2 --help
 ```
 """
 BUILT_BY_US = {"Step"}

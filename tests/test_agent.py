@@ -497,11 +497,59 @@ def test_workers_are_asked_to_hurry_when_little_of_the_notice_is_left(
     early, late, endless = (Agent(None, tmp_path, find_workers=lambda user: looks.pop(0)(user))
                             for _ in range(3))
     early.drain("a notice", time.time() + HURRY_S + 60.0)
-    late.drain("a notice", time.time() + HURRY_S - 1.0)
+    late.drain("a notice", time.time() - 1.0)
     endless.drain("a notice without a time", None)
     for agent, count in ((early, 0), (late, 0), (late, 1), (endless, 1), (late, 1)):
         agent.last_call()
         assert sent == [(12345, signal.SIGTERM)] * count
+
+
+@pytest.mark.parametrize(("grace_s", "hurried_s"), [(90.0, 60.0), (25.0, 12.5), (1.0, 0.5)])
+def test_workers_first_have_the_half_of_a_short_notice_to_leave_by_the_driver_s_word(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_s: float, hurried_s: float) -> None:
+    """A pod has 15 to 30 s: a drain that the driver leads costs no step, and takes a few."""
+    sent: list[tuple[int, int]] = []
+    now = [1000.0]
+    monkeypatch.setattr("os.kill", lambda *what: sent.append(what))
+    monkeypatch.setattr("time.time", lambda: now[0])
+    agent = Agent(None, tmp_path, find_workers=lambda _: [{"pid": 12345}])
+    agent.drain("the pod is being stopped", now[0] + grace_s, for_good=False)
+    now[0] += hurried_s - 0.1
+    agent.last_call()
+    assert not sent
+    now[0] += 0.2
+    agent.last_call()
+    assert sent == [(12345, signal.SIGTERM)]
+
+
+def test_the_agent_s_end_is_as_its_place_wants_it(tmp_path: Path, key: Path) -> None:
+    """It says why it is stopped and when its time is over, and ends with the exit code that makes
+    the place start it again. It has no code of a place that is not its own."""
+    code = "import sys; from elastic_trainer.discovery.__main__ import main; " \
+           "code = main(sys.argv[1:]); print({'boto3', 'pydantic'} & {*sys.modules}); " \
+           "sys.exit(code)"
+    options = ["agent", "--bind", "127.0.0.1", "--port", "0", "--key-file", key, "--folder",
+               tmp_path, "--no-metadata", "--grace", "40", "--stop-reason", "the pod gets SIGTERM",
+               "--stopped-exit-code", "75"]
+    worker = os.environ | {"ELASTIC_TRAINER_WORKER": "a/0/1"}
+    with subprocess.Popen([sys.executable, "-c", code, *map(str, options)], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE) as process, \
+            subprocess.Popen(["sleep", "1000"], env=worker) as sleeper:
+        try:
+            assert process.stdout
+            address = f"127.0.0.1:{process.stdout.readline().strip()}"
+            before = time.time()
+            process.send_signal(signal.SIGTERM)
+            wait_for("drain", lambda: ask(address, read_key(key), 5.0).state == "draining")
+            answer = ask(address, read_key(key), 5.0)
+            assert answer.why == "the pod gets SIGTERM" and not answer.for_good
+            assert answer.deadline and before + 40 <= answer.deadline <= time.time() + 40
+            sleeper.kill()
+            sleeper.wait()
+            assert process.wait(120) == 75 and process.stdout.read() == "set()\n"
+        finally:
+            process.kill()
+            sleeper.kill()
 
 
 # --- its workers ----------------------------------------------------------------------------------

@@ -27,10 +27,16 @@ def ask(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 def test_prints_the_file_when_it_is_whole(tmp_path: Path) -> None:
     """Line by line, in its order, and nothing else; it starts without site-packages."""
-    (tmp_path / "hosts").write_text("b:8\na.example.org:1\n10.0.0.1:16\n")
+    (tmp_path / "hosts").write_text("b:8\na.example.org:1\n10.0.0.1:16\npod-1:1 10.0.0.2\n")
     done = ask("hosts-file", str(tmp_path / "hosts"))
     assert (done.returncode, done.stdout,
-            done.stderr) == (0, b"b:8\na.example.org:1\n10.0.0.1:16\n", b"")
+            done.stderr) == (0, b"b:8\na.example.org:1\n10.0.0.1:16\npod-1:1 10.0.0.2\n", b"")
+
+
+def test_poll_without_a_place_names_the_remedy(capfd: pytest.CaptureFixture[str]) -> None:
+    """The command of earlier versions, whose only place was EC2."""
+    assert script.main(["poll", "--hosts-file", "hosts", "--tag", "Job=mine"]) == 1
+    assert "poll ec2 --hosts-file …" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "\n", "\n \n\n"])
@@ -58,7 +64,8 @@ def test_fails_and_prints_nothing_when_it_is_called_wrongly(arguments: tuple[str
 
 MALFORMED = {"torn line": b"a:1\n127.0.0", "torn slots": b"a:1\nb:", "no host": b"a:1\n:1\n",
              "words": b"a:1\nError: cannot list instances\n", "no number": b"a:one\n",
-             "negative": b"a:-1\n", "no ASCII": "a:1\nä:1\n".encode(),
+             "bad address": b"a:1 -oProxyCommand=id\n", "negative": b"a:-1\n",
+             "no ASCII": "a:1\nä:1\n".encode(),
              "not text": b"a:1\n\xff\xfe\x00", "zeros after a crash": b"a:1\n" + b"\0" * 64}
 
 

@@ -40,6 +40,7 @@ from sybil.parsers.markdown import CodeBlockParser, SkipParser
 
 import elastic_trainer
 from elastic_trainer import config
+from elastic_trainer.discovery.commands import COMMANDS
 from elastic_trainer.driver import supervisor as attempts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -276,9 +277,10 @@ def check_python(words: list[str]) -> None:
     module, rest = words[1], words[2:]
     assert importlib.util.find_spec(module), f"there is no module {module}"
     if module == "elastic_trainer.discovery":
-        assert rest[0] in ("hosts-file", "ec2", "poll", "group", "agent", "check"), rest
+        assert rest[0] in ("hosts-file", "check", *COMMANDS), rest
+        words = 2 if rest[0] == "poll" else 1
         if rest[0] not in ("hosts-file", "check"):
-            check_options(rest[1:], help_of("discovery", rest[0]))
+            check_options(rest[words:], help_of("discovery", *rest[:words]))
     elif module == "elastic_trainer":
         check_trainer(rest)
     elif module.endswith(".shim"):

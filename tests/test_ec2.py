@@ -86,9 +86,9 @@ def test_spot_instances_with_the_tags_are_the_hosts(moto: str, proxy: FaultyProx
     assert [found[i].lifecycle for i in (spot[0], on_demand[0])] == ["spot", "on-demand"]
     assert found[gpus[0]].slots == 4 and found[spot[0]].slots == 3
     assert all(i.name and i.launched > 0 for i in found.values())
-    hosts = once(Ec2(TAGS, cpu_slots=3), Policy())
-    assert sorted(hosts) == sorted((found[i].name, found[i].slots) for i in spot + gpus)
-    assert len(once(Ec2(TAGS), Policy(lifecycle="any"))) == 4
+    hosts = once(Ec2(TAGS, cpu_slots=3), Policy()).splitlines()
+    assert sorted(hosts) == sorted(f"{found[i].name}:{found[i].slots}" for i in spot + gpus)
+    assert len(once(Ec2(TAGS), Policy(lifecycle="any")).splitlines()) == 4
 
 
 def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy) -> None:
@@ -212,7 +212,7 @@ def test_only_hosts_in_service_of_the_group_work(moto: str, proxy: FaultyProxy) 
                           ShouldDecrementDesiredCapacity=True)
     after = {i.id: i.group_state for i in place.instances()}
     assert after.pop(gone) == "Standby" and set(after.values()) == {"InService"}
-    assert len(once(place, Policy(lifecycle="any"))) == 2
+    assert len(once(place, Policy(lifecycle="any")).splitlines()) == 2
     proxy.on_answer = changed("(<LifecycleState>)InService", r"\1Terminating:Wait")
     decision = decide(place.instances(), {}, History(), 0.0, Policy(lifecycle="any"))
     assert sorted(decision.reasons.values()) == [
@@ -253,8 +253,8 @@ def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path:
 
     def start() -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "elastic_trainer.discovery", "poll", "--hosts-file", hosts,
-             "--tag", "Job=mine", "--interval", "0.5", "--events", events], cwd=ROOT,
+            [sys.executable, "-m", "elastic_trainer.discovery", "poll", "ec2", "--hosts-file",
+             hosts, "--tag", "Job=mine", "--interval", "0.5", "--events", events], cwd=ROOT,
             env=os.environ)
 
     poller = start()

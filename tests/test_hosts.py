@@ -18,7 +18,10 @@ from elastic_trainer.discovery.hosts import (
     Past,
     Policy,
     decide,
+    lines,
 )
+from elastic_trainer.discovery.place_protocol import Notice
+from elastic_trainer.driver.hosts import addresses_in, parse_hosts
 
 QUICK = Policy(settle_s=0.0)
 ASKED = replace(QUICK, agents=True)
@@ -38,6 +41,9 @@ INSTANCES = st.builds(
     state=st.sampled_from(["running", "running", "running", "pending", "shutting-down"]),
     group_state=st.sampled_from(["", "InService", "InService", "Terminating:Wait", "Pending"]),
     is_impaired=st.sampled_from([False, False, False, True]),
+    notice=st.sampled_from([None, None, None, Notice("deleted", 60.0), Notice("tainted"),
+                            Notice("tainted", for_good=False)]),
+    address=st.sampled_from(["", "10.0.0.1"]),
     events=st.sampled_from([(), (), (("instance-stop", 9999.0), ), (("instance-stop", 60.0), )]),
     slots=st.integers(0, 8))
 HEALTH = st.builds(Health, state=st.sampled_from(["ready", "ready", "draining", "sick"]),
@@ -84,6 +90,7 @@ def test_the_laws_hold_in_every_story(story: list[tuple[list[Instance], dict[str
             assert order == sorted(order)
             for i in listed:
                 assert by_id[i].state == "running" and by_id[i].slots > 0
+                assert not by_id[i].notice
                 assert not by_id[i].is_impaired
                 assert by_id[i].group_state in ("", "InService") and decision.reasons[i] == IN
                 assert policy.lifecycle == "any" or by_id[i].lifecycle == "spot"
@@ -358,6 +365,63 @@ def test_a_stopped_agent_costs_its_host_the_place_until_the_next_one_starts() ->
             (5.0, stops | {"life": "b", "for_good": True}, 1), (6.0, {"life": "c"}, 1)):
         health = heard(now, 1, life="a") | (heard(now, 2, **says) if says else {})
         assert len(polls(now, fleet, health)) == expected, now
+
+
+def test_a_place_s_own_notice_is_what_the_user_reads() -> None:
+    """With its time; for good, also where the agent was stopped by the same event; one that may be
+    withdrawn ends with it. A whole fleet under notice is believed at once."""
+    deleted = Notice("pod deleted", 61.0)
+    tainted = Notice("node tainted karpenter.sh/disrupted", for_good=False)
+    polls = Polls(ASKED)
+    fleet = [instance(1), instance(2), instance(3)]
+    health = heard(0.0, 1, 2, 3)
+    assert polls(0.0, fleet, health) == host(1, 2, 3)
+    noticed = [replace(fleet[0], notice=deleted), replace(fleet[1], notice=tainted)]
+    assert polls(1.0, [*noticed, fleet[2]], health) == host(3)
+    assert polls.reasons["i-1"] == "notice: pod deleted, taken at 00:01:01 UTC"
+    assert polls.reasons["i-2"] == "notice: node tainted karpenter.sh/disrupted"
+    assert polls(2.0, fleet, health) == host(3, 2)
+    stopped = heard(3.0, 2, state="draining", for_good=False, life="a", why="SIGTERM")
+    assert polls(3.0, fleet, health | stopped) == host(3)
+    assert polls.reasons["i-2"] == "SIGTERM: its agent was stopped, and no other one has started"
+    assert polls(4.0, [replace(i, notice=deleted) for i in fleet], health) == []
+    assert not polls.history.doubted
+
+
+def test_a_state_of_the_place_has_its_own_sentence() -> None:
+    """So that the user reads why a pod is not ready."""
+    polls = Polls()
+    assert polls(0.0, [instance(1, state="pending", says="the image cannot be pulled")]) == []
+    assert polls.reasons == {"i-1": "the image cannot be pulled"}
+
+
+def test_a_host_s_address_follows_its_name_onto_the_list() -> None:
+    """Also of a host that the place's last answer lacks, while that is doubted; the script and the
+    driver read it."""
+    fleet, polls = [instance(1, address="10.0.0.1"), instance(2), instance(3)], Polls()
+    polls(0.0, fleet)
+    wanted = "host-1:1 10.0.0.1\nhost-2:1\nhost-3:1\n"
+    assert lines(polls.history) == wanted
+    polls(1.0, fleet[2:])
+    assert polls.history.doubted and lines(polls.history) == wanted
+    assert list(parse_hosts(wanted, None)) == host(1, 2, 3)
+    assert addresses_in(wanted) == {"host-1": "10.0.0.1"}
+
+
+def test_a_name_that_returns_with_another_incarnation_is_another_host() -> None:
+    """A notice, a stop or a fault of the one before does not hold for it, and its address is its
+    own. (A place that gives a name again makes it unique: the hosts file has two names then.)"""
+    polls = Polls(ASKED)
+    old = replace(instance(1), id="uid-1", name="w-0-aaaaa", address="10.0.0.1")
+    answer = {"uid-1": replace(READY, life="a")}
+    assert polls(0.0, [old, instance(2)], answer | heard(0.0, 2)) == ["w-0-aaaaa", "host-2"]
+    gone = replace(old, notice=Notice("pod deleted"))
+    assert polls(1.0, [gone, instance(2)], heard(1.0, 2)) == host(2)
+    new = replace(old, id="uid-2", name="w-0-bbbbb", address="10.0.0.9", launched=9.0)
+    both = {"uid-1": replace(READY, life="a", heard_at=2.0),
+            "uid-2": replace(READY, life="b", heard_at=2.0)} | heard(2.0, 2)
+    assert polls(2.0, [gone, instance(2), new], both) == ["host-2", "w-0-bbbbb"]
+    assert lines(polls.history) == "host-2:1\nw-0-bbbbb:1 10.0.0.9\n"
 
 
 def test_a_scheduled_event_sends_its_host_away_only_when_it_is_near() -> None:

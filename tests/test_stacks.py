@@ -53,7 +53,8 @@ class Workers:
         """Start one, and wait until it hangs; it is known by its own pid then."""
         settings = SimpleNamespace(ssh_port=None, ssh_identity_file=None)
         start = Start("h1", 0, "h1/0/1")
-        worker = WorkerProcess(start, command, env, settings, self.output, is_far)
+        worker = WorkerProcess(start, command, env, settings, self.output,
+                               start.host if is_far else None)
         self.started.append(worker)
         file = until(lambda: next(self.folder.glob("hangs-*"), None))
         worker.worker_pid = int(file.name.partition("-")[2])

@@ -142,7 +142,7 @@ def test_the_run_is_started_as_trainer_after_its_poller(machine: Booted) -> None
     _, user, files, *variables = lives(machine)[0]
     assert user == "trainer" and files in allowed(1048576, resource.RLIMIT_NOFILE)
     assert not {"BUCKET", "GROUP", "INVOCATION_ID", "ADDRESS"} & set(variables)
-    assert called(machine, "python").startswith("trainer -m elastic_trainer.discovery poll ")
+    assert called(machine, "python").startswith("trainer -m elastic_trainer.discovery poll ec2 ")
     assert "--tag Fleet=mine --tag Role=worker --group mine-workers --cpu-slots 2" in called(
         machine, "python")
 

@@ -12,6 +12,7 @@ What always holds:
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,30 @@ MAY_NOT_ASK = (
     "autoscaling:DescribeScalingActivities (deploy/terraform/fleet/iam.tf): apply, and check that "
     "no policy of your organization denies it.")
 LIVING = ["pending", "running", "shutting-down", "stopping"]
+HOST_NAMES = ("private-dns", "private-ip")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that choose machines of EC2."""
+    add = parser.add_argument
+    add("--tag", type=_tag, action="append", required=True, metavar="NAME=VALUE",
+        help="only instances with this tag (more than one: with all of them)")
+    add("--group", help="only instances InService in this auto scaling group")
+    add("--cpu-slots", type=int, default=1, help="slots of a type without GPUs (%(default)s)")
+    add("--host-name", choices=HOST_NAMES, default=HOST_NAMES[0],
+        help="private-dns must be unique to the incarnation: resource names, not ip names")
+
+
+def place_of(options: argparse.Namespace) -> Ec2:
+    """Return the place that these options choose."""
+    tags = dict(tag.split("=", 1) for tag in options.tag)
+    return Ec2(tags, options.group, cpu_slots=options.cpu_slots, host_name=options.host_name)
+
+
+def _tag(text: str) -> str:
+    if "=" not in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return text
 
 
 @contextmanager

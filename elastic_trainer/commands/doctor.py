@@ -61,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     if not far:
         return show(checks.checks_of(probe(wanted)), as_json=options.json)
     with marked(wanted) as wanted, ThreadPoolExecutor(AT_ONCE) as pool:
-        asked = [Asked(host, remote.ssh(host, options.ssh_port, options.ssh_identity_file), wanted)
-                 for host in far]
+        asked = [Asked(host, remote.ssh(host, host, options.ssh_port, options.ssh_identity_file),
+                       wanted) for host in far]
         try:
             answers = pool.map(Asked.ask, asked)
             facts = {here: probe(replace(wanted, mark=""))}

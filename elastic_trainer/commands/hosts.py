@@ -25,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
         print_hosts(json.loads(table.read_text()))
     except FileNotFoundError as error:
         raise ConfigError(f"There is no table {table}. Start the poller: python -m "
-                          f"elastic_trainer.discovery poll --hosts-file {hosts_file} …") from error
+                          f"elastic_trainer.discovery poll PLACE --hosts-file {hosts_file} "
+                          f"…") from error
     except OSError as error:
         raise ConfigError(f"{table} cannot be read: {error.strerror}. Call it as the user of the "
                           f"poller.") from error

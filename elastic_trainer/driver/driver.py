@@ -138,6 +138,14 @@ def worker_environment(start: Start, address: str, port: int, key: bytes,
         "ELASTIC_TRAINER_WORKER": start.worker} | local_gpus.place_of(here, start.host)
 
 
+def log_hosts(events: Events, before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Log which hosts have joined the list and left it."""
+    for host in after.keys() - before.keys():
+        events.emit("driver.host_added", host=host, slots=after[host])
+    for host in before.keys() - after.keys():
+        events.emit("driver.host_removed", host=host)
+
+
 def await_output(forwards: list[threading.Thread]) -> None:
     """Wait for the workers' last lines: a traceback is what the user needs most."""
     deadline = time.monotonic() + LAST_OUTPUT_S
@@ -193,7 +201,8 @@ class MendedDriver:
         """
         discovery = Discovery(self.settings, self.events, self.attempt.had_hosts)
         hosts = discovery.first_hosts()
-        self.address = own_address(self.settings, hosts)
+        self.locations.addresses = discovery.addresses
+        self.address = own_address(self.settings, map(self.locations.reached_at, hosts))
         self.server = MessageServer(self.address, self.key, self.messages.take,
                                     self.messages.refusals.refuse,
                                     self.messages.expected_connections)
@@ -233,11 +242,7 @@ class MendedDriver:
                     self._turn()
 
     def _take_hosts(self, hosts: dict[str, int]) -> None:
-        before = self.membership.roster.listed
-        for host in hosts.keys() - before.keys():
-            self.events.emit("driver.host_added", host=host, slots=hosts[host])
-        for host in before.keys() - hosts.keys():
-            self.events.emit("driver.host_removed", host=host)
+        log_hosts(self.events, self.membership.roster.listed, hosts)
         self.membership.hosts_listed(hosts)
 
     def _worker_is_ready(self, worker: Worker, pid: int, now: float) -> None:
@@ -304,19 +309,22 @@ class MendedDriver:
     def _start(self, start: Start) -> None:
         assert self.server is not None
         is_remote = not self.locations.is_here[start.host]
+        address = self.locations.reached_at(start.host)
         env = ALLOCATOR | HASH_SEED | FAULTHANDLER | self.env | worker_environment(
             start, self.address, self.server.address[1], self.key, {} if is_remote else self.env)
         try:
             process = WorkerProcess(start, through_shim(self.command, env, not is_remote), env,
-                                    self.settings, sys.stdout, is_remote, self.tracebacks)
+                                    self.settings, sys.stdout, address if is_remote else None,
+                                    self.tracebacks)
         except OSError as error:
             self.events.emit("driver.worker_start_failed", host=start.host, error=str(error))
             self.membership.exited(start.worker, 127, time.monotonic())
             return
         self.processes[start.worker] = process
         self.forwards = [it for it in (*self.forwards, *process.forwards) if it.is_alive()]
-        self.events.emit("driver.worker_started", host=start.host, slot=start.slot,
-                         worker=start.worker, pid=process.process.pid, over_ssh=is_remote)
+        self.events.emit("driver.worker_started", host=start.host, address=address,
+                         slot=start.slot, worker=start.worker, pid=process.process.pid,
+                         over_ssh=is_remote)
         threading.Thread(target=self._await_exit, args=(process,), daemon=True).start()
 
     def _stop(self, stop: Stop) -> None:

@@ -17,7 +17,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -59,6 +59,9 @@ class Discovery:
         self.wait_s: float | None = settings.elastic_timeout
         self.events, self.had_hosts = events, had_hosts
         self.failing_since: float | None = None
+        self.addresses: dict[str, str] = {}
+        """Where hosts are reached that have an address beside the name. A name is one machine's
+        for good, so a host that has left the list stays here."""
 
     def first_hosts(self) -> dict[str, int]:
         """Wait for the first list that names a host. Raises DiscoveryUnavailable, WaitedTooLong."""
@@ -112,28 +115,38 @@ class Discovery:
                 raise
         if script.returncode != 0:
             raise ValueError(f"exit code {script.returncode}: {complaint.strip()[-200:]}")
-        return parse_hosts(hosts, self.source._default_slots)
+        listed = parse_hosts(hosts, self.source._default_slots)
+        self.addresses |= addresses_in(hosts)
+        return listed
 
 
 def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
-    """Read `host:slots` lines in their order. Raises ValueError on any line that is not one.
+    """Read lines `host:slots`, or `host:slots address`, in their order: host → slots.
 
-    A host's name goes into an ssh command, so it must look like one (RFC 1123), above all at its
-    start.
+    Raises ValueError on any line that is not one. A host's name or address goes into an ssh
+    command, so it must look like one (RFC 1123), above all at its start.
     """
     hosts: dict[str, int] = {}
     for line in text.splitlines():
         line = line.strip()
         if not line:
             continue
-        host, colon, slots = line.rpartition(":")
+        place, _, address = line.partition(" ")
+        host, colon, slots = place.rpartition(":")
         if not colon:
-            host, slots = line, str(default_slots or 1)
+            host, slots = place, str(default_slots or 1)
         is_number = re.fullmatch("[0-9]{1,4}", slots)
-        if not HOST_NAME.fullmatch(host) or not is_number or int(slots) < 1:
+        is_reached = not address or (colon and HOST_NAME.fullmatch(address))
+        if not (HOST_NAME.fullmatch(host) and is_reached and is_number) or int(slots) < 1:
             raise ValueError(f"{line!r} is not host:slots")
         hosts[host] = int(slots)
     return hosts
+
+
+def addresses_in(text: str) -> dict[str, str]:
+    """Return the addresses of lines that `parse_hosts` has accepted: host → address."""
+    lines = (line.strip().partition(" ") for line in text.splitlines())
+    return {place.rpartition(":")[0]: address for place, _, address in lines if address}
 
 
 LOOKUP_S = 30.0
@@ -163,8 +176,14 @@ class Locations:
                  again_s: float = LOOKUP_AGAIN_S) -> None:
         self._resolve, self._again_s = resolve, again_s
         self.is_here: dict[str, bool] = {}
+        self.addresses: Mapping[str, str] = {}
+        """Those of hosts that are not reached by their names."""
         self._failed_at: dict[str, float] = {}
         """Host without an address → the time of its newest lookup."""
+
+    def reached_at(self, host: str) -> str:
+        """Return the name or address at which a host is reached."""
+        return self.addresses.get(host, host)
 
     def look_up(self, hosts: Iterable[str]) -> None:
         """Look up the hosts that are not known yet. Network: a name server."""
@@ -172,7 +191,7 @@ class Locations:
         for host in hosts:
             is_due = self._failed_at.get(host, now) + self._again_s < now
             if host not in self.is_here or is_due:
-                address = self._resolve(host)
+                address = self._resolve(self.reached_at(host))
                 self.is_here[host] = address is not None and is_own(address)
                 self._failed_at.pop(host, None)
                 if not address:

@@ -121,7 +121,7 @@ class Past:
         worker = str(event.get("worker", ""))
         key = f"{attempt} {worker}"
         if what == "started":
-            facts = ("pid", "host", "over_ssh")
+            facts = ("pid", "host", "over_ssh", "address")
             self.living[key] = {"attempt": attempt, "worker": worker,
                                 **{name: event[name] for name in facts if name in event}}
             if attempt == self.attempt:
@@ -208,7 +208,7 @@ def end_orphans(past: Past, run_dir: Path, ssh: Ssh, events: Events) -> None:
                 if attempt == str(newest) and (attempt, name) not in logged]
     _end_here([(event["pid"], event["worker"]) for event in living] + unlogged, run_dir)
     # Workers of older attempts were ended before the newest one started.
-    _end_elsewhere({event["host"] for event in living
+    _end_elsewhere({event["host"]: event.get("address", event["host"]) for event in living
                     if event.get("over_ssh") and event["attempt"] == newest}, run_dir, ssh, events)
 
 
@@ -226,12 +226,13 @@ def _end_here(workers: list[tuple[int, str]], run_dir: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _end_elsewhere(hosts: set[str], run_dir: Path, ssh: Ssh, events: Events) -> None:
-    """End workers on other hosts, all at the same time. A host that no ssh reaches is logged: the
-    workers of the next attempt do not reach it either."""
-    ends = {host: subprocess.Popen(remote.ssh(host, *ssh, "end", str(run_dir)),
+def _end_elsewhere(hosts: dict[str, str], run_dir: Path, ssh: Ssh, events: Events) -> None:
+    """End workers on other hosts (with their addresses), all at the same time. A host that no ssh
+    reaches is logged: the workers of the next attempt do not reach it either."""
+    ends = {host: subprocess.Popen(remote.ssh(host, address, *ssh, "end", str(run_dir)),
                                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                   start_new_session=True) for host in sorted(hosts)}
+                                   start_new_session=True)
+            for host, address in sorted(hosts.items())}
     deadline = time.monotonic() + ELSEWHERE_S
     for host, end in ends.items():
         if why := _why_not_ended(end, max(0.0, deadline - time.monotonic())):

@@ -51,11 +51,14 @@ fewer."""
 
 
 class WorkerProcess:
-    """One worker's process. `start` names it; `settings` has horovodrun's options for ssh."""
+    """One worker's process. `start` names it; `settings` has horovodrun's options for ssh.
+
+    `address` is where its host is reached; None: it is this machine.
+    """
 
     def __init__(self, start: Start, command: list[str], env: dict[str, str], settings: Any,
-                 output: IO[str], is_remote: bool, tracebacks: Tracebacks | None = None):
-        self.name, self.host, self.is_remote = start.worker, start.host, is_remote
+                 output: IO[str], address: str | None, tracebacks: Tracebacks | None = None):
+        self.name, self.host, self.is_remote = start.worker, start.host, address is not None
         self.exit_code: int | None = None
         """The exit code that the far end has reported."""
         self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
@@ -66,16 +69,17 @@ class WorkerProcess:
         self._errors = Stream(tracebacks or Tracebacks(), start.worker, start.host)
         self._names = remote.names_of(env)
         command_here, env_here = command, env
-        if is_remote:
-            command_here = remote.ssh(self.host, settings.ssh_port, settings.ssh_identity_file)
+        if address is not None:
+            command_here = remote.ssh(self.host, address, settings.ssh_port,
+                                      settings.ssh_identity_file)
             env_here = os.environ | {"ELASTIC_TRAINER_SSH": self.name}  # for `attempts.is_worker`
         self.process = subprocess.Popen(
             command_here, env=env_here, start_new_session=True,
-            stdin=subprocess.PIPE if is_remote else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if self.is_remote else subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         self.worker_pid = self.process.pid
         """The worker reports another pid where it is behind a shim or on another host."""
-        if is_remote:
+        if self.is_remote:
             self._send_job(command, env)
         streams = ("stdout", self.process.stdout), ("stderr", self.process.stderr)
         self.forwards = [threading.Thread(target=self._forward, args=(*one, output), daemon=True)

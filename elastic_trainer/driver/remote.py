@@ -55,11 +55,16 @@ Names = tuple[str, str, str]
 """A worker's name, its attempt, and its run's folder."""
 
 
-def ssh(host: str, port: int | str | None, identity: str | None, *arguments: str) -> list[str]:
-    """Return the command that runs this file on a host (the same paths there as here)."""
+def ssh(host: str, address: str, port: int | str | None, identity: str | None,
+        *arguments: str) -> list[str]:
+    """Return the command that runs this file on a host (the same paths there as here).
+
+    `address` is where the host is reached. Its host key is known by its name all the same.
+    """
     program = ["exec", sys.executable, "-S", "-I", os.path.abspath(__file__), *arguments]
-    options = [*(["-p", str(port)] if port else []), *(["-i", identity] if identity else [])]
-    return ["ssh", *SSH_OPTIONS, *options, "--", host, shlex.join(program)]
+    options = [*(["-p", str(port)] if port else []), *(["-i", identity] if identity else []),
+               *(["-o", f"HostKeyAlias={host}"] if address != host else [])]
+    return ["ssh", *SSH_OPTIONS, *options, "--", address, shlex.join(program)]
 
 
 class Messages:
