@@ -10,7 +10,7 @@
 hosts file (replaced whole by its writer) → here → horovodrun
 
 What always holds:
-1. stdout is the protocol: lines `host:slots`, or `host:slots address`, and nothing else.
+1. stdout is the protocol: lines `host:slots`, or `host:slots address[:port]`, and no others.
 2. Unknown is never empty: if the file is absent, incomplete or too old, the exit code is 1, and
    horovodrun keeps its list. An empty file means that there are no hosts.
 3. `hosts-file` imports only what it needs, and nothing of ours: it has 60 ms, under a lock of
@@ -69,6 +69,7 @@ def hosts_file(argv: list[str]) -> int:
         place, _, address = line.strip().partition(" ")
         host, _, slots = place.partition(":")
         is_number = re.fullmatch("[0-9]{1,4}", slots)
+        address = re.sub(":[0-9]{1,5}$", "", address)  # its agent's own port
         are_names = all(re.fullmatch(HOST_NAME, name) for name in (host, address or host))
         if not are_names or not is_number or int(slots) < 1:
             return complain(f"has a line that is not host:slots: {line!r}", argv[0])

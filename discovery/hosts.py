@@ -219,7 +219,7 @@ def _doubt(unexplained: Sequence[str], listed: set[str], reasons: Mapping[str, s
 
 def _remember(instance: Instance, past: Past, answer: Health | None, now: float) -> Past:
     """Return the past of a host that the cloud knows, with its agent's answer."""
-    past = replace(past, seen_at=now, address=instance.address, noticed="")
+    past = replace(past, seen_at=now, address=instance.listed_at, noticed="")
     if given := instance.notice:
         says = f"{NOTICE}: {given.sentence()}"
         past = (replace(past, doomed=past.doomed or says) if given.for_good

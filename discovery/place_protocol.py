@@ -64,6 +64,8 @@ class Instance:
     """The host's name or address, unique to this incarnation."""
     address: str = ""
     """Where its agent and its workers are reached; "": by the name."""
+    port: int = 0
+    """Its agent's port, where a machine has several agents; 0: that of --agent-port."""
     type: str = ""
     zone: str = ""
     launched: float = 0.0
@@ -90,6 +92,11 @@ class Instance:
     def reached_at(self) -> str:
         """Return the name or address at which its agent is reached."""
         return self.address or self.name
+
+    @property
+    def listed_at(self) -> str:
+        """Return the address, with the agent's port, as the hosts file has it; "": it has none."""
+        return f"{self.reached_at}:{self.port}" if self.port else self.address
 
 
 def utc(seconds: float) -> str:

@@ -78,18 +78,19 @@ class Agents:
 
     def ask(self, instances: Iterable[Instance], pool: ThreadPoolExecutor) -> dict[str, Health]:
         """Ask all that run; return the answers that have come, by instance."""
-        running = {i.id: i.reached_at for i in instances if i.state == "running" and i.name}
-        self._asking |= {identity: pool.submit(self._ask_one, address)
-                         for identity, address in running.items() if identity not in self._asking}
+        running = {i.id: (i.reached_at, i.port or self.port) for i in instances
+                   if i.state == "running" and i.name}
+        self._asking |= {identity: pool.submit(self._ask_one, *where)
+                         for identity, where in running.items() if identity not in self._asking}
         done, _ = wait(self._asking.values(), self.patience_s)
         answered = [identity for identity, question in self._asking.items() if question in done]
         answers = {identity: self._asking.pop(identity).result() for identity in answered}
         return {identity: health for identity, health in answers.items()
                 if health and identity in running}
 
-    def _ask_one(self, address: str) -> Health | None:
+    def _ask_one(self, address: str, port: int) -> Health | None:
         try:
-            health = ask(f"{address}:{self.port}", self.key, self.timeout_s, self.wall)
+            health = ask(f"{address}:{port}", self.key, self.timeout_s, self.wall)
             return replace(health, heard_at=self.clock())
         except AgentUnreachable:
             return None

@@ -72,7 +72,8 @@ def test_a_host_has_the_default_slots_when_its_line_names_none(names: list[str],
 @pytest.mark.parametrize("line", [
     ":1", "a:", "a:0", "a:-1", "a:+1", "a:1.5", "a:1_0", "a:\u00b2", "a b:1", "a: 1", "a :1",
     "a:1 # the first", "a:1:", "Traceback (most recent call last):", "a:" + "9" * 5000,
-    "a:1 -oProxyCommand=id", "a b", "-oProxyCommand=id:1", "a..b:1", "a" * 64 + ":1", "a\0:1",
+    "a:1 -oProxyCommand=id", "a:1 b:x", "a:1 b:1:1", "a b", "-oProxyCommand=id:1", "a..b:1",
+    "a" * 64 + ":1", "a\0:1",
     "<html>"])
 def test_the_whole_list_is_refused_when_one_line_is_no_host(line: str) -> None:
     """A torn or wrong list is unknown, not shorter. What ssh would take for an option is no name.
@@ -81,7 +82,7 @@ def test_the_whole_list_is_refused_when_one_line_is_no_host(line: str) -> None:
         parse_hosts(f"first:1\n{line}\nlast:1", None)
 
 
-@given(st.dictionaries(NAMES, st.sampled_from(["", "10.0.0.7", "a.example"])))
+@given(st.dictionaries(NAMES, st.sampled_from(["", "10.0.0.7", "a.example", "10.0.0.7:41234"])))
 def test_a_host_s_address_is_read_beside_its_name(hosts: dict[str, str]) -> None:
     """A host without one is reached by its name."""
     text = "".join(f"{host}:2 {address}".rstrip() + "\n" for host, address in hosts.items())
@@ -92,9 +93,10 @@ def test_a_host_s_address_is_read_beside_its_name(hosts: dict[str, str]) -> None
 def test_a_host_is_reached_at_its_address_under_its_own_name() -> None:
     """ssh dials the address, and knows the host's key by its name."""
     locations = Locations(resolve={"10.0.0.7": "10.0.0.7", "there": "127.0.0.1"}.get)
-    locations.addresses = {"pod-1": "10.0.0.7"}
-    locations.look_up(["pod-1", "there"])
-    assert locations.is_here == {"pod-1": False, "there": True}
+    locations.addresses = {"pod-1": "10.0.0.7", "ray-1": "10.0.0.7:41234"}  # its agent's own port
+    locations.look_up(["pod-1", "ray-1", "there"])
+    assert locations.is_here == {"pod-1": False, "ray-1": False, "there": True}
+    assert locations.reached_at("ray-1") == "10.0.0.7"
     by_name, by_address = (remote.ssh("pod-1", address, None, None)
                            for address in ("pod-1", "10.0.0.7"))
     assert by_name[-2] == "pod-1" and not any("HostKeyAlias" in word for word in by_name)

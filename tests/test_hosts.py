@@ -398,14 +398,14 @@ def test_a_state_of_the_place_has_its_own_sentence() -> None:
 def test_a_host_s_address_follows_its_name_onto_the_list() -> None:
     """Also of a host that the place's last answer lacks, while that is doubted; the script and the
     driver read it."""
-    fleet, polls = [instance(1, address="10.0.0.1"), instance(2), instance(3)], Polls()
+    fleet, polls = [instance(1, address="10.0.0.1"), instance(2), instance(3, port=41234)], Polls()
     polls(0.0, fleet)
-    wanted = "host-1:1 10.0.0.1\nhost-2:1\nhost-3:1\n"
+    wanted = "host-1:1 10.0.0.1\nhost-2:1\nhost-3:1 host-3:41234\n"
     assert lines(polls.history) == wanted
     polls(1.0, fleet[2:])
     assert polls.history.doubted and lines(polls.history) == wanted
     assert list(parse_hosts(wanted, None)) == host(1, 2, 3)
-    assert addresses_in(wanted) == {"host-1": "10.0.0.1"}
+    assert addresses_in(wanted) == {"host-1": "10.0.0.1", "host-3": "host-3:41234"}
 
 
 def test_a_name_that_returns_with_another_incarnation_is_another_host() -> None:

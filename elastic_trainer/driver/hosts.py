@@ -121,7 +121,7 @@ class Discovery:
 
 
 def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
-    """Read lines `host:slots`, or `host:slots address`, in their order: host → slots.
+    """Read lines `host:slots`, or `host:slots address[:port]`, in their order: host → slots.
 
     Raises ValueError on any line that is not one. A host's name or address goes into an ssh
     command, so it must look like one (RFC 1123), above all at its start.
@@ -136,7 +136,8 @@ def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
         if not colon:
             host, slots = place, str(default_slots or 1)
         is_number = re.fullmatch("[0-9]{1,4}", slots)
-        is_reached = not address or (colon and HOST_NAME.fullmatch(address))
+        where = re.sub(":[0-9]{1,5}$", "", address)
+        is_reached = not address or (colon and HOST_NAME.fullmatch(where))
         if not (HOST_NAME.fullmatch(host) and is_reached and is_number) or int(slots) < 1:
             raise ValueError(f"{line!r} is not host:slots")
         hosts[host] = int(slots)
@@ -144,7 +145,8 @@ def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
 
 
 def addresses_in(text: str) -> dict[str, str]:
-    """Return the addresses of lines that `parse_hosts` has accepted: host → address."""
+    """Return the addresses of lines that `parse_hosts` has accepted: host → address, with the port
+    of the host's agent where the line has one."""
     lines = (line.strip().partition(" ") for line in text.splitlines())
     return {place.rpartition(":")[0]: address for place, _, address in lines if address}
 
@@ -183,7 +185,7 @@ class Locations:
 
     def reached_at(self, host: str) -> str:
         """Return the name or address at which a host is reached."""
-        return self.addresses.get(host, host)
+        return self.addresses.get(host, host).partition(":")[0]
 
     def look_up(self, hosts: Iterable[str]) -> None:
         """Look up the hosts that are not known yet. Network: a name server."""
