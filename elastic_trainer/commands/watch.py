@@ -1,13 +1,15 @@
-"""`elastic-trainer watch`: the progress of a run in the terminal, as a page, or as spans.
+"""`elastic-trainer watch`: the progress of a run in the terminal, as a page, as spans, or as lines.
 
     elastic-trainer watch runs/NAME|s3://BUCKET/NAME
     elastic-trainer watch runs/A runs/B --web
     elastic-trainer watch runs/NAME --otel
+    elastic-trainer watch runs/NAME --json [--kubernetes-events]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +25,8 @@ def main(argv: Sequence[str]) -> int:
     options = _parser().parse_args(argv)
     with run_folders(options.run_dirs) as (folders, far):
         _require_one_view(options)
+        if options.json:
+            return print_lines(folders[0], options.kubernetes_events)
         from elastic_trainer.events.segments import first_line
 
         for folder in folders:
@@ -61,6 +65,10 @@ def _parser() -> Parser:
     add("--otel", action="store_true",
         help="send the run's attempts, generations and checkpoints as OpenTelemetry spans "
              "(OTEL_EXPORTER_OTLP_ENDPOINT)")
+    add("--json", action="store_true",
+        help="print each new event of the run as a line of JSON, until SIGTERM or Ctrl-C")
+    add("--kubernetes-events", action="store_true",
+        help="with --json: warnings and errors become Events of this pod, too")
     add("--bind", metavar="ADDRESS:PORT",
         help="where the page is (127.0.0.1:8765); another address than a loopback one needs the "
              "token that is printed")
@@ -68,14 +76,17 @@ def _parser() -> Parser:
 
 
 def _require_one_view(options: argparse.Namespace) -> None:
-    if options.web and options.otel:
-        raise ConfigError("--web shows the run, and --otel sends its spans. Call the command once "
-                          "with each.")
+    if options.web + options.otel + options.json > 1:
+        raise ConfigError("--web shows the run, --otel sends its spans, and --json prints its "
+                          "events. Call the command once with each.")
+    if options.kubernetes_events and not options.json:
+        raise ConfigError("--kubernetes-events tells what --json prints. Add --json.")
     if options.bind and not options.web:
         raise ConfigError(f"--bind is {options.bind}, but only a page has an address. Add --web.")
-    if options.prices and options.otel:
-        raise ConfigError(f"--prices is {options.prices}, but spans have no prices. Leave out "
-                          f"--otel or --prices.")
+    if options.prices and (options.otel or options.json):
+        what, view = ("spans", "--otel") if options.otel else ("events", "--json")
+        raise ConfigError(f"--prices is {options.prices}, but {what} have no prices. Leave out "
+                          f"{view} or --prices.")
     if len(options.run_dirs) > 1 and not options.web:
         raise ConfigError(f"{len(options.run_dirs)} runs are named, and this view shows one. Name "
                           f"one folder, or add --web.")
@@ -91,3 +102,13 @@ def send_spans(run_dir: Path) -> int:
         print(f"elastic-trainer: {lost} spans were not taken. Look at the collector "
               f"(OTEL_EXPORTER_OTLP_ENDPOINT), and call the command again.", file=sys.stderr)
     return 1 if lost else 0
+
+
+def print_lines(run_dir: Path, to_kubernetes: bool) -> int:
+    """Print a run's new events until a signal; returns 0."""
+    from elastic_trainer.views.kubernetes_events import Teller, subject_in
+    from elastic_trainer.views.log_lines import print_lines as follow
+
+    teller = Teller(subject_in(os.environ)) if to_kubernetes else None
+    follow(run_dir, sys.stdout.buffer, teller)
+    return 0
