@@ -1,6 +1,7 @@
 """Where objects are kept: what checkpoints need of a store, and a store in a local folder.
 
-checkpoint, commit_log → here → a folder (this file) or S3 (s3.py); stores.py opens one by its URL
+checkpoint, commit_log → here → a folder (this file), S3 (s3.py), Google's or Azure's (buckets.py);
+stores.py opens one by its URL
 
 What always holds:
 1. `put_if_absent` is atomic and durable: readers see nothing or all of the object, also after a
@@ -21,6 +22,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -30,6 +32,8 @@ from elastic_trainer.host.modes import make_folder, private
 TEMPORARIES = ".tmp"
 PUT_BYTES = 64 << 20
 """The largest object: one PUT, never a multipart upload (s3.py)."""
+RACERS = 16
+"""The writers at once by which a store proves put-if-absent."""
 NEVER_MENDED = {errno.EACCES: "Let the workers' user write there",
                 errno.EPERM: "Let the workers' user write there, on a file system with hard links",
                 errno.EROFS: "Mount it for writing",
@@ -92,20 +96,38 @@ def is_name(name: str) -> bool:
 
 
 def prove_put_if_absent(store: Store) -> None:
-    """Prove that the store keeps the first of two objects that are put under one name. Raises
-    StoreRefused if it does not."""
+    """Prove that the store keeps the first of objects that are put under one name: one after the
+    other, and RACERS at once. Raises StoreRefused if it does not."""
     name = f"probe/{secrets.token_hex(16)}"
     # The result is not used: it is False if the answer was lost and the put was tried again.
     store.put_if_absent(name, b"first")
     seen = [store.get(name), store.put_if_absent(name, b"second"), store.get(name)]
+    names, why = [name], ""
+    if seen != [b"first", False, b"first"]:
+        why = "A second object took the place of the first."
+    elif "://" in store.where:  # `link` of a file system is one call
+        names.append(f"{name}-race")
+        why = _race(store, names[1])
     # Checkpoints work without the permission to delete. Each then emits state.rubbish_kept.
     with suppress(StoreUnavailable):
-        store.delete([name])
-    if seen != [b"first", False, b"first"]:
+        store.delete(names)
+    if why:
         raise StoreRefused(
-            f"{store.where} does not honour put-if-absent (If-None-Match: *), so two runs could "
-            f"write over each other. Known not to: rclone serve s3, s3rver, OpenStack Swift. Use "
-            f"another endpoint.")
+            f"{store.where} does not honour put-if-absent (If-None-Match: *, ifGenerationMatch=0), "
+            f"so two runs could write over each other. {why} Known not to: rclone serve s3, "
+            f"s3rver, OpenStack Swift, gcp-storage-emulator. Use another endpoint.")
+
+
+def _race(store: Store, name: str) -> str:
+    """Let RACERS put different objects under one name at once; return what is wrong, or ""."""
+    bodies = [f"racer {number}".encode() for number in range(RACERS)]
+    with ThreadPoolExecutor(RACERS, "race") as pool:
+        won = list(pool.map(lambda body: store.put_if_absent(name, body), bodies))
+    winners, kept = [body for body, one in zip(bodies, won, strict=True) if one], store.get(name)
+    # No winner: the answer to the first was lost, and its second try found its own object.
+    if len(winners) > 1:
+        return f"{len(winners)} of {RACERS} writers at once were told that theirs was the first."
+    return "" if kept in (winners or bodies) else "The object is not the one of its first writer."
 
 
 class FolderStore:

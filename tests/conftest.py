@@ -38,6 +38,21 @@ FIRST = ("test_netlab", "test_faults", "test_docs", "test_s3", "test_fleet", "te
 (cluster.py), so no more than two of the files beside it have runs of their own."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="also run the tests marked long: they "
+                     "take minutes, or install hundreds of megabytes into the cache folder")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "long: runs with --long alone")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked long where it was not asked for."""
+    if item.get_closest_marker("long") and not item.config.getoption("--long"):
+        pytest.skip("It takes minutes, or installs much. Run it with: tests/run --long")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest files: one of them at the end would run alone."""
     rank = {name: place for place, name in enumerate(FIRST)}

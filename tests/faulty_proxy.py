@@ -160,6 +160,7 @@ class FaultyProxy:
                                 answer.encode())
         if kind == "unconditional":
             headers = {k: v for k, v in headers.items() if k.lower() != "if-none-match"}
+            path = path.replace("ifGenerationMatch=0", "")  # Google's
         upstream = http.client.HTTPConnection(self.upstream, timeout=300)
         try:
             upstream.request(method, path, body=body if length else None, headers=headers)

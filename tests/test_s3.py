@@ -460,7 +460,7 @@ def test_an_object_is_read_into_memory_of_its_length_only(
     assert out == sent or not is_whole
 
 
-@pytest.mark.parametrize("url", ["s3://", "s3:///x", "gs://bucket/x", "s3://bucket/x?Nonsense=1"])
+@pytest.mark.parametrize("url", ["s3://", "s3:///x", "gcs://bucket/x", "s3://bucket/x?Nonsense=1"])
 def test_refuses_a_url_when_it_names_no_store(url: str) -> None:
     """With the form that works."""
     with pytest.raises(StoreRefused, match="s3://bucket/prefix"):

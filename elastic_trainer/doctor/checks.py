@@ -139,27 +139,42 @@ def machine(facts: Facts) -> Iterator[Check]:
 
 def store(host: str, facts: StoreFacts) -> Iterator[Check]:
     """Judge each permission on the store, and that it honours put-if-absent."""
-    bucket, _, prefix = facts.url.partition("?")[0].removeprefix("s3://").partition("/")
-    is_s3 = facts.url.startswith("s3://")
-    place = f"s3://{bucket}/{prefix}"
-    folder = shlex.quote(facts.url)
-    write = (f"aws s3 cp /etc/hostname {place.rstrip('/')}/probe/doctor" if is_s3 else
-             f"mkdir -p {folder} && chmod -R u+rwX {folder} && df -h {folder}")
+    url = facts.url.partition("?")[0]
+    to_write, to_read, to_list = _mends(url)
     if facts.write:
-        yield Check(host, "store: write", FAILED, facts.write, write)
+        yield Check(host, "store: write", FAILED, facts.write, to_write)
         return
-    yield Check(host, "store: write", OK, facts.url.partition("?")[0])
-    for what, error, remedy in (
-            ("read", facts.read, f"aws s3api get-bucket-policy --bucket {bucket}"),
-            ("list", facts.list, f"aws s3 ls {place}"),
+    yield Check(host, "store: write", OK, url)
+    for what, error, mend in (
+            ("read", facts.read, to_read), ("list", facts.list, to_list),
             ("conditional put", facts.conditional,
-             "--store with another endpoint" if NOT_HONOURED in facts.conditional else write),
-            ("delete", facts.delete, f"aws s3api get-bucket-policy --bucket {bucket}")):
+             "--store with another endpoint" if NOT_HONOURED in facts.conditional else to_write),
+            ("delete", facts.delete, to_read)):
         # Checkpoints work without the permission to delete. The store then grows.
         status = WARNING if what == "delete" else FAILED
-        mend = remedy if is_s3 or what == "conditional put" else f"chmod -R u+rwX {folder}"
         yield (Check(host, f"store: {what}", status, error, mend) if error else
                Check(host, f"store: {what}", OK, "works"))
+
+
+def _mends(url: str) -> tuple[str, str, str]:
+    """Return the commands for a store that cannot be written, read, and listed."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    probe = f"{url.rstrip('/')}/probe/doctor"
+    if scheme == "s3":
+        return (f"aws s3 cp /etc/hostname {probe}",
+                f"aws s3api get-bucket-policy --bucket {bucket}", f"aws s3 ls {url}")
+    if scheme == "gs":
+        return (f"gcloud storage cp /etc/hostname {probe}",
+                f"gcloud storage buckets get-iam-policy gs://{bucket}", f"gcloud storage ls {url}")
+    if scheme == "az":
+        blob = f"az storage blob {{}} --auth-mode login --container-name {bucket}"
+        return (blob.format("upload") + f" --file /etc/hostname --name {prefix}/probe/doctor",
+                "az role assignment list --assignee IDENTITY --all",
+                blob.format("list") + f" --prefix {prefix}")
+    folder = shlex.quote(url)
+    mend = f"chmod -R u+rwX {folder}"
+    return f"mkdir -p {folder} && {mend} && df -h {folder}", mend, mend
 
 
 # --- several hosts --------------------------------------------------------------------------------
