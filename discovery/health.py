@@ -174,7 +174,7 @@ class Agent:
         try:
             if notice := self.metadata.notice():
                 at = "" if notice.deadline is None else f" at {utc(notice.deadline)}"
-                self.drain(f"{notice.action}{at}", notice.deadline)
+                self.drain(f"{notice.action}{at}", notice.deadline, notice.for_good)
             self._rebalance, self._unknown = self.metadata.rebalance(), ""
         except PlaceUnavailable as error:
             self._unknown = str(error)
