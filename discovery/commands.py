@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from elastic_trainer.discovery.client import read_key
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.place_protocol import PlaceUnavailable
+from elastic_trainer.discovery.places.own import own_place
 from elastic_trainer.wire.plain import plain_text
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ AGENT_PORT = 7411
 GRACE_S = 90.0
 """The time for which a host that is being stopped drains. Its process is killed soon after it: by
 systemd (deploy/hosts), a kubelet, Slurm."""
-PLACES = {"ec2": "ec2", "kubernetes": "kubernetes", "slurm": "slurm"}
+PLACES = {"ec2": "ec2", "kubernetes": "kubernetes", "slurm": "slurm", "gcp": "gcp", "azure": "azure"}
 """Name on the command line → the module in places/ with `add_options` and `place_of`."""
-MACHINES = {"ec2": "ec2_metadata"}
+MACHINES = {"ec2": "ec2_metadata", "gcp": "gcp_metadata", "azure": "azure_metadata"}
 """The same → the module in places/ with `ENDPOINT` and `Metadata`, for an agent."""
 COMMANDS = ("poll", "group", "agent", *PLACES)
 
@@ -65,7 +66,7 @@ def _run_agent(options: argparse.Namespace) -> int:
     from elastic_trainer.discovery.agent import serve
     from elastic_trainer.discovery.health import Agent
 
-    machine = _module(MACHINES[options.place])
+    machine = _module(MACHINES[options.place or own_place()])
     metadata = None if options.no_metadata else machine.Metadata(
         options.metadata or machine.ENDPOINT)
     key = read_key(options.key_file)
@@ -180,8 +181,8 @@ def _add_agent(agent: argparse.ArgumentParser) -> None:
                                    "as root (the key file's owner)")
     add("--folder", type=Path, default=Path("/"),
         help="a folder on the disk that must not be full (%(default)s)")
-    add("--place", choices=MACHINES, default="ec2",
-        help="whose metadata service this machine has (%(default)s)")
+    add("--place", choices=MACHINES, help="whose metadata service this machine has (what its "
+                                            "firmware says; ec2 where that says nothing)")
     add("--metadata", help="the address of the metadata service, if it is another one")
     add("--no-metadata", action="store_true", help="this machine has none")
     add("--grace", type=_seconds, default=GRACE_S, metavar="SECONDS",

@@ -143,6 +143,8 @@ class Lab:
         self.folder, self.interface, self.has_agents = folder, interface, has_agents
         self.metadata: dict[str, MetadataServer] = {}
         """Each host's own service, which its agent asks."""
+        self.cloud: tuple[str, type[MetadataServer]] = ("ec2", MetadataServer)
+        """The place of the agents of hosts that boot from now on, and its metadata service."""
         self.clocks: dict[str, float] = {}
         """By how many seconds the clock of a host is wrong that boots from now on."""
         self.addresses: dict[str, str] = {}
@@ -357,10 +359,10 @@ class Host:
         own."""
         lab, name = self.lab, self.name
         with lab.network_of(name):
-            self.metadata = lab.metadata[name] = MetadataServer((METADATA, 80))
+            self.metadata = lab.metadata[name] = lab.cloud[1]((METADATA, 80))
         self.metadata.__enter__()
         command = command_of("elastic-agent", {"ADDRESS": lab.address(name)}, lab.folder)
-        self.agent = lab.start(name, [*command, "--folder", "/run/disk"],
+        self.agent = lab.start(name, [*command, "--folder", "/run/disk", "--place", lab.cloud[0]],
                                env=os.environ | {"PYTHONPATH": lab.python_path()})
 
     def wait_for_ssh(self) -> None:

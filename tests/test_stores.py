@@ -226,7 +226,7 @@ def test_an_object_is_kept_when_what_is_listed_stays_away(proxy: FaultyProxy, ur
     store = open_store(url)
     store.put("parts/x", b"x")
     proxy.fault("bare_404", method="GET", contains=READS[scheme(url)], times=10**6)
-    with pytest.raises(StoreUnavailable, match=r"did not give parts/x: .*(404|Not Found)") as raised:
+    with pytest.raises(StoreUnavailable, match=r"did not give .*(404|Not Found)") as raised:
         store.get("parts/x")
     assert not isinstance(raised.value, StoreRefused)
 

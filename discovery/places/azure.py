@@ -51,8 +51,8 @@ NOT_NVIDIA = re.compile(r"MI300X|V710|NV\d+as_v4|NP\d+s", re.I)
 NO_CAPACITY = ("Azure has no such machines there now. Try again later, allow more zones, or use "
                "another size")
 RULES = (
-    ("QuotaExceeded", r"quota|exceeding approved", "Ask for more cores of {quota} in the region, on "
-     "the portal's page Usage + quotas. Or make the scale set smaller"),
+    ("QuotaExceeded", r"quota|exceeding approved", "Ask for more cores of {quota} in the region: "
+     "Usage + quotas in the portal. Or make the scale set smaller"),
     ("SkuNotAvailable", r"SkuNotAvailable|not available in (location|zone)", "The size is not "
      "offered there to this subscription: az vm list-skus --location LOCATION --size SIZE"),
     ("AllocationFailed", r"Allocation|capacity", NO_CAPACITY),
