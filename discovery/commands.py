@@ -28,7 +28,8 @@ AGENT_PORT = 7411
 GRACE_S = 90.0
 """The time for which a host that is being stopped drains. Its process is killed soon after it: by
 systemd (deploy/hosts), a kubelet, Slurm."""
-PLACES = {"ec2": "ec2", "kubernetes": "kubernetes", "slurm": "slurm", "gcp": "gcp", "azure": "azure"}
+PLACES = {"ec2": "ec2", "kubernetes": "kubernetes", "slurm": "slurm", "gcp": "gcp",
+          "azure": "azure"}
 """Name on the command line → the module in places/ with `add_options` and `place_of`."""
 MACHINES = {"ec2": "ec2_metadata", "gcp": "gcp_metadata", "azure": "azure_metadata"}
 """The same → the module in places/ with `ENDPOINT` and `Metadata`, for an agent."""
