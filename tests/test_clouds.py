@@ -307,8 +307,8 @@ def test_a_running_member_that_the_list_of_machines_lacks_makes_it_unknown() -> 
     ({"orchestrationMode": "Flexible"}, "--orchestration-mode Uniform"),
     ({"virtualMachineProfile": {"priority": "Spot", "evictionPolicy": "Deallocate"}},
      "--eviction-policy Delete")])
-def test_a_scale_set_whose_machines_cannot_be_told_apart_is_refused(change: dict[str, Any],
-                                                                    remedy: str) -> None:
+def test_a_scale_set_whose_machines_come_back_under_their_id_is_refused(
+        change: dict[str, Any], remedy: str) -> None:
     """At the start, with the option of az."""
     with AzureApi() as api, AzureMetadata() as metadata:
         api.properties |= change
