@@ -1,6 +1,8 @@
-"""The agent on each host: watches it (health.py), and answers the poller (client.py).
+"""The agent on each host: watches it (health.py), answers the poller (client.py), and may start
+workers for the driver (starts.py).
 
 health → here → poller (signed JSON over HTTP)
+driver (wire/tunnel.py) → here → starts.py
 
 What always holds:
 1. An answer is signed with the fleet's key, together with the nonce of its request (wire/seal.py).
@@ -8,6 +10,8 @@ What always holds:
    and counted. No request is parsed before its signature is checked. There is no pickle.
 2. Connections are limited in number, bytes and time (wire/gate.py).
 3. A host that is being stopped reports that it drains until its workers have left.
+4. Only an agent with --starts-workers starts any, and only for a signed request that is new. The
+   request has no secret and names no command: those follow when both ends have proved the key.
 """
 
 from __future__ import annotations
@@ -19,11 +23,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from elastic_trainer.discovery.client import signed_parts
 from elastic_trainer.discovery.health import EXAMINE_S, HUNG_S, Agent
+from elastic_trainer.discovery.starts import Starts
 from elastic_trainer.wire.gate import Gate, Request, head, refuse
 from elastic_trainer.wire.seal import NONCE, SIGNATURE, Kind, is_sealed, seal
+from elastic_trainer.wire.tunnel import REQUEST, request_parts
 
 WATCH_S = 1.0
 NONCES = 1 << 16
@@ -35,11 +42,19 @@ ANSWERS_AT_ONCE = 16
 """The limit of requests that are answered at a time; there is one poller."""
 
 
+class StartOptions(NamedTuple):
+    """How an agent starts workers."""
+
+    workers_end_with_agent: bool
+    ends_with_run: bool
+
+
 class AgentServer(Gate):
-    """Answers each authenticated `GET /health` in a thread."""
+    """Answers each authenticated `GET /health` in a thread; with `starts`, `POST /run`, too."""
 
     def __init__(self, bind: str, port: int, key: bytes, agent: Agent, nonces: int = NONCES):
         self.key, self.agent = key, agent
+        self.starts: Starts | None = None
         self._nonces: deque[str] = deque(maxlen=nonces)
         self._known: set[str] = set()
         self._answering = threading.Semaphore(ANSWERS_AT_ONCE)
@@ -55,25 +70,35 @@ class AgentServer(Gate):
         self._known.add(nonce)
         return True
 
-    def _begin(self, connection: socket.socket, _: str, request: Request, __: bytes) -> None:
+    def _begin(self, connection: socket.socket, _: str, request: Request, rest: bytes) -> None:
         """Answer a request if it is signed and new."""
         nonce = request.headers.get(NONCE.lower(), "")
         given = request.headers.get(SIGNATURE.lower(), "")
-        parts = signed_parts(nonce, connection.getsockname()[0])
-        is_signed = is_sealed(given, self.key, Kind.QUESTION, *parts)
-        is_health = f"{request.method} {request.path}" == "GET /health"
-        if not (is_health and is_signed and self.is_new(nonce)):
+        here, what = connection.getsockname()[0], f"{request.method} {request.path}"
+        if what == "GET /health":
+            is_signed = is_sealed(given, self.key, Kind.QUESTION, *signed_parts(nonce, here))
+        else:
+            is_start = what == REQUEST.decode() and self.starts is not None and not rest
+            is_signed = is_start and is_sealed(given, self.key, Kind.START,
+                                               *request_parts(nonce, here))
+        if not (is_signed and self.is_new(nonce)):
             self.agent.refuse()
             return refuse(connection, 403)
-        if not self._answering.acquire(blocking=False):
-            return connection.close()
+        if what == "GET /health":
+            return self._in_thread(self._answer, connection, nonce)
+        assert self.starts
+        return self._in_thread(self.starts.start, connection, nonce)
+
+    def _in_thread(self, act: Callable[[socket.socket, str], None], connection: socket.socket,
+                   nonce: str) -> None:
         try:
-            threading.Thread(target=self._answer, args=(connection, nonce), daemon=True).start()
+            threading.Thread(target=act, args=(connection, nonce), daemon=True).start()
         except RuntimeError:  # no thread is free
-            self._answering.release()
             connection.close()
 
     def _answer(self, connection: socket.socket, nonce: str) -> None:
+        if not self._answering.acquire(blocking=False):
+            return connection.close()
         try:
             connection.settimeout(REQUEST_S)
             body = json.dumps(self.agent.health()).encode()
@@ -88,12 +113,18 @@ class AgentServer(Gate):
 
 
 def serve(bind: str, port: int, key: bytes, agent: Agent,
-          announce: Callable[[int], None], *, grace_s: float, stopped: str) -> None:
+          announce: Callable[[int], None], *, grace_s: float, stopped: str,
+          starts: StartOptions | None = None) -> bool:
     """Run the agent until SIGTERM, which drains the host first, for at most `grace_s`.
 
     A machine that shuts down stops its services first. `stopped` is the reason that users read.
+    Returns True if the agent has ended with its run (`starts.ends_with_run`).
     """
     server = AgentServer(bind, port, key, agent)
+    if starts:
+        address = f"{bind}:{server.address[1]}"
+        server.starts = Starts(key, address, end_with_agent=starts.workers_end_with_agent)
+        agent.count_only_own(address)
     stopping, examined = threading.Event(), threading.Event()
 
     def stop() -> None:
@@ -115,7 +146,12 @@ def serve(bind: str, port: int, key: bytes, agent: Agent,
     while not stopping.wait(WATCH_S):
         agent.read_notices()
         agent.last_call()
+        if starts and starts.ends_with_run and server.starts and server.starts.is_run_over():
+            return True
     while time.time() < agent.deadline() and agent.has_workers():
         agent.last_call()
         time.sleep(WATCH_S)  # until the poller has read it and the workers have left
+    if server.starts:
+        server.starts.wait()
     server.shutdown()
+    return False

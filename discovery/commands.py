@@ -64,7 +64,7 @@ def _module(name: str) -> Any:
 
 
 def _run_agent(options: argparse.Namespace) -> int:
-    from elastic_trainer.discovery.agent import serve
+    from elastic_trainer.discovery.agent import StartOptions, serve
     from elastic_trainer.discovery.health import Agent
 
     machine = _module(MACHINES[options.place or own_place()])
@@ -72,9 +72,26 @@ def _run_agent(options: argparse.Namespace) -> int:
         options.metadata or machine.ENDPOINT)
     key = read_key(options.key_file)
     user = options.user if options.user is not None else user_of_workers(options.key_file)
-    serve(options.bind, options.port, key, Agent(metadata, options.folder, user),
-          lambda port: print(port, flush=True), grace_s=options.grace, stopped=options.stop_reason)
-    return int(options.stopped_exit_code)
+    starts = StartOptions(options.workers_end_with_agent, options.end_with_run)
+    if options.starts_workers:
+        _require_tunnel(user)
+    elif any(starts):
+        raise ValueError("--workers-end-with-agent and --end-with-run are for an agent that starts "
+                         "workers. Give --starts-workers, too.")
+    is_over = serve(options.bind, options.port, key, Agent(metadata, options.folder, user),
+                    lambda port: print(port, flush=True), grace_s=options.grace,
+                    stopped=options.stop_reason, starts=starts if options.starts_workers else None)
+    return 0 if is_over else int(options.stopped_exit_code)
+
+
+def _require_tunnel(user: int) -> None:
+    """Check what an agent needs that starts workers. Raises ValueError, OSError."""
+    from elastic_trainer.wire.tunnel import context
+
+    context(is_host=True)
+    if user != os.geteuid():
+        raise ValueError(f"--starts-workers starts them as the agent's own user, {os.geteuid()}, "
+                         f"but the workers' user is {user}. Run the agent as that user.")
 
 
 def _ask(place: Place, options: argparse.Namespace) -> None:
@@ -190,6 +207,12 @@ def _add_agent(agent: argparse.ArgumentParser) -> None:
         help="how long the host may drain after SIGTERM, until it is killed (%(default)s)")
     add("--stop-reason", default="the host is being stopped", metavar="TEXT",
         help="what SIGTERM means here, as users read it (%(default)s)")
+    add("--starts-workers", action="store_true",
+        help="start the workers of a run with --reach agent, which then needs no ssh")
+    add("--workers-end-with-agent", action="store_true",
+        help="kill those workers at once when this process ends, however it ends")
+    add("--end-with-run", action="store_true",
+        help="end with exit code 0 soon after one of those workers has: the run is finished")
     add("--stopped-exit-code", type=int, default=0, metavar="N",
         help="the exit code after SIGTERM. Kubernetes starts no other pod for one with exit code "
              "0 (%(default)s)")

@@ -15,7 +15,8 @@ What always holds:
    which it hangs is sick.
 4. Only one user's processes count as workers: those of this process's user, or of the user given to
    an agent that runs as root. Any process can have a worker's name in its environment, and root can
-   read all of them. The size of the report is limited.
+   read all of them. An agent that starts workers counts its own ones only, because agents of
+   several runs may share a machine. The size of the report is limited.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +85,15 @@ def gpu_count(timeout_s: float = NVIDIA_SMI_S) -> int | None:
         return 0
 
 
-def workers(user: int | None = None) -> list[dict[str, Any]]:
+def workers(user: int | None = None, agent: str = "") -> list[dict[str, Any]]:
     """Return a user's workers, by default of this process's user: name, pid, and state ("step 7").
+    With `agent`, its address and port, only those that it has started.
 
     A worker's children have its name, and so has the shim before it, which shows no state. Signals
     go to the outermost process of a worker. Its state is the short name of the outermost process
     with one of SHORT_NAME. Raises OSError when no descriptor is free.
     """
-    found = processes.workers_of_user(os.geteuid() if user is None else user)
+    found = processes.workers_of_user(os.geteuid() if user is None else user, agent)
     named = processes.outermost({pid: seen for pid, seen in found.items()
                                     if processes.SHORT_NAME.fullmatch(seen.short_name)})
     return [{"pid": pid, "worker": name,
@@ -119,6 +122,10 @@ class Agent:
         self._hurries_at = 0.0
         self._life = secrets.token_hex(8)
         self.refused = 0
+
+    def count_only_own(self, address: str) -> None:
+        """Count only the workers that the agent at this address and port has started."""
+        self._find_workers = partial(workers, agent=address)
 
     def drain(self, why: str, deadline: float | None, for_good: bool = True) -> None:
         """Start to drain: for good, or while this process lives."""

@@ -194,6 +194,9 @@ class Attempt:
     """refuse · warn: what happens to a newcomer that computes other bits than the world."""
     replaces_stragglers: bool = _given("ELASTIC_TRAINER_REPLACE_STRAGGLERS", False, _is_on)
     """A host whose workers are slower than their peers leaves, and is replaced."""
+    agent_key_file: str = _given("ELASTIC_TRAINER_AGENT_KEY_FILE", "")
+    """The file with the agents' key: hosts are reached by their agents. "": by ssh."""
+    agent_port: int = _given("ELASTIC_TRAINER_AGENT_PORT", 7411, int)
     limits: Limits = field(default_factory=Limits)
 
     @property

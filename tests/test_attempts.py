@@ -26,7 +26,6 @@ from elastic_trainer.config import (
     EXIT_UNSAVED,
     EXIT_USER_ERROR,
 )
-from elastic_trainer.driver import remote
 from elastic_trainer.driver.supervisor import (
     EXIT_BAD_COMMAND,
     EXIT_INTERRUPTED,
@@ -40,6 +39,7 @@ from elastic_trainer.driver.supervisor import (
 )
 from elastic_trainer.events.log import Events, read_events
 from elastic_trainer.events.segments import compress, segments
+from elastic_trainer.host import remote
 from elastic_trainer.host.processes import is_worker
 from elastic_trainer.views.spans import Spans
 

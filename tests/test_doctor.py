@@ -109,11 +109,11 @@ def test_a_shared_folder_is_asked_for_only_without_a_store() -> None:
 def test_an_ssh_that_fails_names_its_cause() -> None:
     """No connection, and a Python that is not there, have different remedies."""
     command = ["ssh", "-p", "22", "--", "b", "true"]
-    assert checks.ssh("b", 0, "", command).status == "ok"
-    no_way = checks.ssh("b", 255, "Permission denied (publickey).", command)
+    assert checks.way("b", "ssh", 0, "", command).status == "ok"
+    no_way = checks.way("b", "ssh", 255, "Permission denied (publickey).", command)
     assert (no_way.status, no_way.found, no_way.remedy) == (
         "failed", "Permission denied (publickey).", "ssh -p 22 -- b true")
-    assert "same paths on b" in checks.ssh("b", 127, "no such file", command).remedy
+    assert "same paths on b" in checks.way("b", "ssh", 127, "no such file", command).remedy
 
 
 def test_facts_travel_as_json() -> None:

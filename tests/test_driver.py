@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from waiting import until
 
 from elastic_trainer.config import EXIT_NO_HOSTS
-from elastic_trainer.driver import remote
 from elastic_trainer.driver.driver import STOP_MOST_S, STOP_S, MendedDriver, stop_deadline
 from elastic_trainer.driver.horovodrun import check_version
 from elastic_trainer.driver.hosts import (
@@ -38,8 +37,10 @@ from elastic_trainer.driver.hosts import (
     way_to,
 )
 from elastic_trainer.driver.process import WorkerProcess
+from elastic_trainer.driver.reach import Reach
 from elastic_trainer.driver.roster import End, Phase, Start, Worker
 from elastic_trainer.events.log import Events
+from elastic_trainer.host import remote
 from elastic_trainer.host.lines import MAX_LINE_BYTES
 from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, MessageServer
 from elastic_trainer.wire.seal import worker_key
@@ -97,7 +98,7 @@ def test_a_host_is_reached_at_its_address_under_its_own_name() -> None:
     locations.look_up(["pod-1", "ray-1", "there"])
     assert locations.is_here == {"pod-1": False, "ray-1": False, "there": True}
     assert locations.reached_at("ray-1") == "10.0.0.7"
-    by_name, by_address = (remote.ssh("pod-1", address, None, None)
+    by_name, by_address = (Reach().command("pod-1", address)
                            for address in ("pod-1", "10.0.0.7"))
     assert by_name[-2] == "pod-1" and not any("HostKeyAlias" in word for word in by_name)
     assert by_address[-2] == "10.0.0.7" and "HostKeyAlias=pod-1" in by_address
@@ -143,10 +144,8 @@ class Workers:
             env: dict[str, str] = PLAIN,
             host: str = "localhost",  # noqa: B006 (read only)
             **settings: Any) -> WorkerProcess:
-        settings = {"ssh_port": None, "ssh_identity_file": None} | settings
-        worker = WorkerProcess(Start(host, 0, f"{host}/0/1"), command, env,
-                               SimpleNamespace(**settings), self.output,
-                               None if is_here(host) else host)
+        worker = WorkerProcess(Start(host, 0, f"{host}/0/1"), command, env, Reach(**settings),
+                               self.output, None if is_here(host) else host)
         self.started.append(worker)
         return worker
 

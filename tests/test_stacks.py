@@ -10,13 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from test_standby import Bench, bench  # noqa: F401 (a fixture)
 from waiting import until
 
 from elastic_trainer.driver.process import WorkerProcess
+from elastic_trainer.driver.reach import Reach
 from elastic_trainer.driver.roster import Start
 from elastic_trainer.driver.standby_shim import through_shim
 from elastic_trainer.host import stacks
@@ -51,9 +51,8 @@ class Workers:
 
     def start(self, command: list[str], env: dict[str, str], is_far: bool) -> WorkerProcess:
         """Start one, and wait until it hangs; it is known by its own pid then."""
-        settings = SimpleNamespace(ssh_port=None, ssh_identity_file=None)
         start = Start("h1", 0, "h1/0/1")
-        worker = WorkerProcess(start, command, env, settings, self.output,
+        worker = WorkerProcess(start, command, env, Reach(), self.output,
                                start.host if is_far else None)
         self.started.append(worker)
         file = until(lambda: next(self.folder.glob("hangs-*"), None))

@@ -24,11 +24,11 @@ from cluster import Cluster, is_running
 from waiting import wait_for
 
 from elastic_trainer.driver import standby_shim as shim
-from elastic_trainer.driver.remote import workers_of
 from elastic_trainer.driver.standby_monitor import differing, idle_cores
 from elastic_trainer.driver.standby_pool import local_standbys
 from elastic_trainer.events.log import read_events
 from elastic_trainer.host.processes import is_worker
+from elastic_trainer.host.remote import workers_of
 from elastic_trainer.world.standby import changed_files, merged, write_environment
 
 pytestmark = pytest.mark.usefixtures("turn")  # they start workers

@@ -3,11 +3,12 @@
     elastic-trainer doctor [--store URL] [--runs-dir FOLDER] [--json]
     elastic-trainer doctor --hosts a:1,b:1 [-p 2222] [-i KEY]
 
-command line → here → doctor/ on this machine, and over ssh on each host → table, exit code 0 or 1
+command line → here → doctor/ on this machine, and over ssh (or by its agent) on each host → table,
+exit code 0 or 1
 
 What always holds:
-1. A host is asked over the same ssh, with the same Python, folder and environment, as a worker is
-   started (remote.py). Nothing secret is on a command line.
+1. A host is asked over the same ssh or agent, with the same Python, folder and environment, as a
+   worker is started (host/remote.py). Nothing secret is on a command line.
 2. A host that does not answer is a finding. It does not keep the others from being examined.
 3. Horovod need not be installed: that it is missing is a finding too.
 """
@@ -30,13 +31,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.commands.run_options import static_hosts, store_of_run
+from elastic_trainer.commands.run_options import (
+    add_reach,
+    reach_of,
+    static_hosts,
+    store_of_run,
+)
 from elastic_trainer.config import ConfigError
 from elastic_trainer.doctor import checks
 from elastic_trainer.doctor.checks import FAILED, OK, Check
 from elastic_trainer.doctor.facts import Facts, Wanted, nearest, probe
 from elastic_trainer.doctor.ports import LISTEN_S, Listener, Reached, reach
-from elastic_trainer.driver import remote
+from elastic_trainer.driver.hosts import addresses_in, parse_hosts
 from elastic_trainer.host import own
 from elastic_trainer.host.options import Parser
 from elastic_trainer.wire.plain import plain
@@ -52,17 +58,20 @@ PROBE_RUN = "doctor"
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit code. Raises ConfigError."""
     options = _parser().parse_args(argv)
-    hosts = _hosts(options)
-    far = [host for host in hosts if not is_here(host)]
+    hosts, addresses = _hosts(options)
+    reach = replace(reach_of(options), ssh_port=options.ssh_port,
+                    ssh_identity_file=options.ssh_identity_file)
+    far = [host for host in hosts if not is_here(addresses.get(host, host))]
     here = socket.gethostname()
     wanted = Wanted(host=here, folder=str(options.runs_dir.absolute()),
                     store=store_of_run(options.store, PROBE_RUN),
-                    towards=next(filter(None, map(address_of, far)), ""))
+                    towards=next(filter(None, (address_of(addresses.get(host, host))
+                                               for host in far)), ""))
     if not far:
         return show(checks.checks_of(probe(wanted)), as_json=options.json)
     with marked(wanted) as wanted, ThreadPoolExecutor(AT_ONCE) as pool:
-        asked = [Asked(host, remote.ssh(host, host, options.ssh_port, options.ssh_identity_file),
-                       wanted) for host in far]
+        asked = [Asked(host, reach.command(host, addresses.get(host, host)), wanted,
+                       addresses.get(host, host), by_agent=reach.by_agent) for host in far]
         try:
             answers = pool.map(Asked.ask, asked)
             facts = {here: probe(replace(wanted, mark=""))}
@@ -106,13 +115,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Find what this machine, and the hosts of a fleet, lack for a run. The exit "
                     "code is 1 if a check has failed.")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="a:1,b:2", help="hosts to examine over ssh")
+    where.add_argument("-H", "--hosts", metavar="a:1,b:2", help="hosts to examine")
     where.add_argument("-hostfile", "--hostfile", type=Path,
                        help="the hosts, as a file of lines like `a slots=1`")
     where.add_argument("--host-discovery-script", metavar="COMMAND",
                        help="prints the hosts as host:slots lines")
     parser.add_argument("-p", "--ssh-port", help="as horovodrun has it")
     parser.add_argument("-i", "--ssh-identity-file", help="as horovodrun has it")
+    add_reach(parser, os.environ)
     parser.add_argument("--store", metavar="URL",
                         default=os.environ.get("ELASTIC_TRAINER_STORE", ""),
                         help="prove the permissions on a store: a folder or s3://bucket/prefix")
@@ -122,25 +132,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _hosts(options: argparse.Namespace) -> list[str]:
-    """Return the hosts of the command line. Raises ConfigError."""
+def _hosts(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the hosts of the command line, and the addresses of those that have one beside the
+    name. Raises ConfigError."""
     if options.store == "s3":
         raise ConfigError("--store is s3, which is a server that a run starts on this machine. "
                           "Give a folder or s3://bucket/prefix, or leave --store out.")
     script = options.host_discovery_script
     if not script:
-        return list(static_hosts(options.hosts, options.hostfile))
+        return list(static_hosts(options.hosts, options.hostfile)), {}
     done = subprocess.run(script, shell=True, capture_output=True, text=True)
     if done.returncode != 0:
         raise ConfigError(f"--host-discovery-script {script} ended with exit code "
                           f"{done.returncode}: {done.stderr.strip()[-500:]}. Run it by hand.")
-    return list(static_hosts(",".join(done.stdout.split()), None))
+    try:
+        return list(parse_hosts(done.stdout, None)), addresses_in(done.stdout)
+    except ValueError as error:
+        raise ConfigError(f"--host-discovery-script {script} prints a line that is no host: "
+                          f"{error}. Run it by hand.") from error
 
 
 def address_of(host: str) -> str:
     """Return a host's address; "" if its name has none. Network: a name server."""
     with suppress(OSError):
-        return socket.gethostbyname(host)
+        return socket.gethostbyname(host.partition(":")[0])
     return ""
 
 
@@ -170,11 +185,14 @@ def marked(wanted: Wanted) -> Iterator[Wanted]:
 
 @dataclass
 class Asked:
-    """The doctor on one host, over ssh."""
+    """The doctor on one host, over ssh or by its agent."""
 
     host: str
     command: list[str]
     wanted: Wanted
+    address: str
+    """Where it is reached."""
+    by_agent: bool
     facts: Facts | None = None
     listener: tuple[str, int, str] = ("", 0, "")
     """Where it listens: address, port, word."""
@@ -187,7 +205,7 @@ class Asked:
         """Start the doctor there, and return its facts; None: it did not answer."""
         towards = ""
         with suppress(OSError):
-            towards = own_address_towards(address_of(self.host))
+            towards = own_address_towards(address_of(self.address))
         wanted = replace(self.wanted, host=self.host, towards=towards)
         answer = self._answer("facts", asdict(wanted), keep=True)
         if answer is None:
@@ -242,8 +260,9 @@ class Asked:
 
     def checks(self, has_store: bool) -> list[Check]:
         """Return what is to be said of the ssh, and of the runs' folder there."""
-        by_hand = [*self.command[:-1], "true"]
-        found = [checks.ssh(self.host, self.exit_code, self.last, by_hand)]
+        by_hand = self.command if self.by_agent else [*self.command[:-1], "true"]
+        found = [checks.way(self.host, "agent" if self.by_agent else "ssh", self.exit_code,
+                            self.last, by_hand)]
         if self.facts and (shared := checks.shared_folder(self.host, self.facts, has_store)):
             found.append(shared)
         return found

@@ -48,6 +48,8 @@ def main(argv: list[str]) -> int:
     os.environ["ELASTIC_TRAINER_TIMELINE"] = str(int(wanted.timeline))
     os.environ[local_gpus.VARIABLE] = json.dumps(wanted.gpus)
     os.environ[STANDBY_DEVICE] = wanted.standby_device
+    os.environ["ELASTIC_TRAINER_AGENT_KEY_FILE"] = wanted.reach.key_file
+    os.environ["ELASTIC_TRAINER_AGENT_PORT"] = str(wanted.reach.agent_port)
     # The demo's terminal shows its progress, which redraws the screen.
     os.environ[TERMINAL] = "" if wanted.is_demo else terminal_of(0)
     os.environ.update(hash_seed(wanted.run_dir, os.environ))

@@ -19,6 +19,7 @@ from elastic_trainer.commands import configured
 from elastic_trainer.commands import horovodrun_options as horovodrun
 from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
 from elastic_trainer.driver import local_gpus
+from elastic_trainer.driver.reach import AGENT_PORT, Reach, require_key
 from elastic_trainer.host import own
 from elastic_trainer.host.modes import make_folder, write_text
 from elastic_trainer.host.options import Parser, nearest, options_of
@@ -64,6 +65,8 @@ class Run:
     configuration: Configuration
     allow_change: list[str]
     """Keys of the configuration that may differ from the run's."""
+    reach: Reach
+    """How its hosts are reached, but for horovodrun's options for ssh."""
 
     def horovodrun(self) -> list[str]:
         """Return horovodrun's options. Disk: writes a fixed list of hosts."""
@@ -97,6 +100,10 @@ def parse_run(argv: list[str]) -> Run:
     is_local = not listed and not has_script
     if is_local:
         listed = {f"127.0.0.{number}": 1 for number in range(1, _workers(options) + 1)}
+    reach = reach_of(options)
+    if reach.by_agent and is_local:
+        raise ConfigError("--reach is agent, and no hosts are given: local workers need no agent. "
+                          "Give --host-discovery-script or -H, or leave --reach out.")
     gpus = gpus_of(list(listed), options.share_gpu, os.environ) if is_local else {}
     return Run(
         name=name, run_dir=(options.runs_dir / name).resolve(), is_demo=is_demo,
@@ -109,7 +116,7 @@ def parse_run(argv: list[str]) -> Run:
         replace_stragglers=options.replace_stragglers,
         has_own_s3=options.store == "s3", gpus=gpus,
         standby_device=options.standby_device or ("cpu" if gpus else "gpu"),
-        configuration=configuration, allow_change=options.allow_change)
+        configuration=configuration, allow_change=options.allow_change, reach=reach)
 
 
 # --- the parser ---------------------------------------------------------------------------------
@@ -199,6 +206,7 @@ def _add_own(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
     add("--timeline", action="store_true",
         default=env.get("ELASTIC_TRAINER_TIMELINE") == "1",
         help="write what each worker does in each step, for Perfetto (runs/NAME/timeline)")
+    add_reach(parser, env)
     add("--workers", type=int,
         help=f"local workers, when no hosts are given (-np, or else {WORKERS})")
     add("--min-workers", type=int, help="wait when fewer are left, as --min-np (1)")
@@ -219,6 +227,34 @@ def _add_own(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
     add("--store", metavar="URL", default=env.get("ELASTIC_TRAINER_STORE", ""),
         help="where checkpoints go, each run's under its name: a folder, s3://bucket/prefix, or s3 "
              "for a server of its own on this machine (default: the run's folder)")
+
+
+def add_reach(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
+    """Declare how hosts are reached: for `run` and `doctor`."""
+    add = parser.add_argument
+    key_file = env.get("ELASTIC_TRAINER_AGENT_KEY_FILE", "")
+    add("--reach", choices=("ssh", "agent"), default="agent" if key_file else "ssh",
+        help="how workers are started on hosts: ssh, or agent, which needs no ssh and an agent "
+             "with --starts-workers on each host (%(default)s)")
+    add("--agent-key-file", metavar="FILE", default=key_file,
+        help="with --reach agent: the file with the agents' key (mode 600)")
+    add("--agent-port", type=int, default=int(env.get("ELASTIC_TRAINER_AGENT_PORT", AGENT_PORT)),
+        metavar="PORT", help="with --reach agent: where agents listen (%(default)s)")
+
+
+def reach_of(options: argparse.Namespace) -> Reach:
+    """Return how hosts are reached. Raises ConfigError."""
+    by_agent = options.reach == "agent"
+    if by_agent and not options.agent_key_file:
+        raise ConfigError("--reach is agent, which needs the agents' key. Give --agent-key-file "
+                          "FILE, the file that `agent --key-file` has.")
+    if not by_agent and options.agent_key_file:
+        raise ConfigError(f"--agent-key-file is {options.agent_key_file}, which only --reach agent "
+                          f"uses. Give --reach agent, or leave it out.")
+    if by_agent:
+        require_key(options.agent_key_file)
+    return Reach(key_file=options.agent_key_file and os.path.abspath(options.agent_key_file),
+                 agent_port=options.agent_port)
 
 
 # --- checks -------------------------------------------------------------------------------------

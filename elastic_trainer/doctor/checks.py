@@ -179,9 +179,10 @@ def _mends(url: str) -> tuple[str, str, str]:
 
 # --- several hosts --------------------------------------------------------------------------------
 
-def ssh(host: str, exit_code: int, last: str, command: Sequence[str]) -> Check:
-    """Judge an ssh that was to start the doctor on a host; `last` is its last line on stderr."""
-    return judged(host, "ssh", "works without a password",
+def way(host: str, by: str, exit_code: int, last: str, command: Sequence[str]) -> Check:
+    """Judge the way to a host, by ssh or by its agent, that was to start the doctor there; `last`
+    is its last line on stderr."""
+    return judged(host, by, "works without a password" if by == "ssh" else "starts workers",
                   (exit_code == 255, FAILED, last or "no connection", shlex.join(command)),
                   (exit_code, FAILED, f"the doctor ended with exit code {exit_code} there: {last}",
                    f"put the same Python and packages at the same paths on {host} "

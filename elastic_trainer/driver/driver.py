@@ -56,6 +56,7 @@ from elastic_trainer.driver.membership import Membership
 from elastic_trainer.driver.message_handler import Hooks, MessageHandler
 from elastic_trainer.driver.process import WorkerProcess
 from elastic_trainer.driver.progress import Reached
+from elastic_trainer.driver.reach import Reach
 from elastic_trainer.driver.rendezvous import Rendezvous
 from elastic_trainer.driver.roster import (
     Action,
@@ -169,6 +170,7 @@ class MendedDriver:
     def __init__(self, settings: Any, env: dict[str, str], command: list[str], events: Events):
         self.settings, self.env, self.command, self.events = settings, env, command, events
         self.attempt = Attempt.from_environment(env)
+        self.reach = Reach.of(settings, self.attempt)
         self.key = secrets.token_bytes(32)
         """This attempt's key. It is in this process's memory only, so that workers of an older
         attempt have no valid key."""
@@ -308,13 +310,13 @@ class MendedDriver:
 
     def _start(self, start: Start) -> None:
         assert self.server is not None
-        is_remote = not self.locations.is_here[start.host]
-        address = self.locations.reached_at(start.host)
+        is_remote = self.reach.by_agent or not self.locations.is_here[start.host]
+        address = self.locations.addresses.get(start.host, start.host)
         env = ALLOCATOR | HASH_SEED | FAULTHANDLER | self.env | worker_environment(
             start, self.address, self.server.address[1], self.key, {} if is_remote else self.env)
         try:
             process = WorkerProcess(start, through_shim(self.command, env, not is_remote), env,
-                                    self.settings, sys.stdout, address if is_remote else None,
+                                    self.reach, sys.stdout, address if is_remote else None,
                                     self.tracebacks)
         except OSError as error:
             self.events.emit("driver.worker_start_failed", host=start.host, error=str(error))
@@ -324,7 +326,7 @@ class MendedDriver:
         self.forwards = [it for it in (*self.forwards, *process.forwards) if it.is_alive()]
         self.events.emit("driver.worker_started", host=start.host, address=address,
                          slot=start.slot, worker=start.worker, pid=process.process.pid,
-                         over_ssh=is_remote)
+                         over_ssh=is_remote, by_agent=self.reach.by_agent)
         threading.Thread(target=self._await_exit, args=(process,), daemon=True).start()
 
     def _stop(self, stop: Stop) -> None:

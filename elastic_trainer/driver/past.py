@@ -20,22 +20,21 @@ What always holds:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from elastic_trainer.driver import remote
+from elastic_trainer.driver.reach import Reach
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.schema import UNREADABLE
 from elastic_trainer.events.segments import Position, Reader, first_line
+from elastic_trainer.host import remote
 from elastic_trainer.host.modes import replace_whole
 from elastic_trainer.host.processes import is_worker
 
@@ -180,26 +179,11 @@ def _save(run_dir: Path, past: Past, position: Position) -> None:
 
 ELSEWHERE_S = 2 * remote.ORPHANS_S
 """The time in which all hosts must end their workers of an older attempt: their own grace, and the
-same again for ssh. Where no ssh gets through, the far end ends its worker itself (remote.py, 2)."""
+same again for the way. Where none leads there, the far end ends its worker itself (remote.py, 2).
+"""
 
 
-class Ssh(NamedTuple):
-    """What horovodrun was given for ssh."""
-
-    port: str | None
-    identity_file: str | None
-
-    @classmethod
-    def from_options(cls, horovodrun_options: Sequence[str]) -> Ssh:
-        """Read horovodrun's options."""
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        parser.add_argument("-p", "--ssh-port")
-        parser.add_argument("-i", "--ssh-identity-file")
-        options, _ = parser.parse_known_args(horovodrun_options)
-        return cls(options.ssh_port, options.ssh_identity_file)
-
-
-def end_orphans(past: Past, run_dir: Path, ssh: Ssh, events: Events) -> None:
+def end_orphans(past: Past, run_dir: Path, reach: Reach, events: Events) -> None:
     """Wait until the workers of earlier attempts have ended; kill those that stay."""
     newest, living = past.attempt, list(past.living.values())
     logged = {(str(attempt), worker) for attempt, worker in past.started}
@@ -209,7 +193,8 @@ def end_orphans(past: Past, run_dir: Path, ssh: Ssh, events: Events) -> None:
     _end_here([(event["pid"], event["worker"]) for event in living] + unlogged, run_dir)
     # Workers of older attempts were ended before the newest one started.
     _end_elsewhere({event["host"]: event.get("address", event["host"]) for event in living
-                    if event.get("over_ssh") and event["attempt"] == newest}, run_dir, ssh, events)
+                    if event.get("over_ssh") and event["attempt"] == newest}, run_dir, reach,
+                   events)
 
 
 def _end_here(workers: list[tuple[int, str]], run_dir: Path) -> None:
@@ -226,25 +211,26 @@ def _end_here(workers: list[tuple[int, str]], run_dir: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _end_elsewhere(hosts: dict[str, str], run_dir: Path, ssh: Ssh, events: Events) -> None:
-    """End workers on other hosts (with their addresses), all at the same time. A host that no ssh
-    reaches is logged: the workers of the next attempt do not reach it either."""
-    ends = {host: subprocess.Popen(remote.ssh(host, address, *ssh, "end", str(run_dir)),
+def _end_elsewhere(hosts: dict[str, str], run_dir: Path, reach: Reach, events: Events) -> None:
+    """End workers on other hosts (with their addresses), all at the same time. A host that is not
+    reached is logged: the workers of the next attempt do not reach it either."""
+    ends = {host: subprocess.Popen(reach.command(host, address, "end", str(run_dir)),
                                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                    start_new_session=True)
             for host, address in sorted(hosts.items())}
     deadline = time.monotonic() + ELSEWHERE_S
     for host, end in ends.items():
-        if why := _why_not_ended(end, max(0.0, deadline - time.monotonic())):
+        if why := _why_not_ended(end, max(0.0, deadline - time.monotonic()), reach):
             events.emit("run.host_not_reached", host=host, reason=why)
 
 
-def _why_not_ended(end: subprocess.Popen[bytes], left_s: float) -> str:
+def _why_not_ended(end: subprocess.Popen[bytes], left_s: float, reach: Reach) -> str:
     """Wait for an ssh that ends a run's workers; return why it may not have done so, or ""."""
+    its = "the tunnel to its agent" if reach.by_agent else "its ssh"
     try:
         code = end.wait(left_s)
     except subprocess.TimeoutExpired:
         os.killpg(end.pid, signal.SIGKILL)  # not reaped yet, so no other group has the number
         end.wait()
-        return f"its ssh has not returned in {ELSEWHERE_S:.0f} s"
-    return f"its ssh ended with exit code {code}" if code else ""
+        return f"{its} has not returned in {ELSEWHERE_S:.0f} s"
+    return f"{its} ended with exit code {code}" if code else ""

@@ -1,6 +1,7 @@
-"""One worker's process: a local process group, or a remote one over ssh.
+"""One worker's process: a local process group, or a remote one, by ssh or by its host's agent.
 
-driver → here → worker, or ssh → `remote.py` → worker → its output → here → driver's output
+driver → here → worker, or ssh or tunnel (reach.py) → `remote.py` → worker → its output → here →
+driver's output
 
 - F3  A worker's death waits for no ssh. A worker on another host ends when its driver or its ssh
       does (remote.py).
@@ -26,15 +27,15 @@ from typing import IO, Any
 
 from horovod.runner.common.util.env import is_exportable
 
-from elastic_trainer.driver import remote
+from elastic_trainer.driver.reach import LOST, Reach
 from elastic_trainer.driver.roster import Start
+from elastic_trainer.host import remote
 from elastic_trainer.host.lines import lines_of
 from elastic_trainer.host.stacks import FAULTS, LINES, Answer, place_of
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.host.tracebacks import Stream, Tracebacks
 from elastic_trainer.wire.plain import plain_output
 
-SSH_CONNECTION_LOST = 255
 FAR_HEARTBEAT_S = 1.0
 """The interval of heartbeats to the far end of an ssh."""
 FAR_LOST_S = 60.0
@@ -51,12 +52,12 @@ fewer."""
 
 
 class WorkerProcess:
-    """One worker's process. `start` names it; `settings` has horovodrun's options for ssh.
+    """One worker's process. `start` names it.
 
     `address` is where its host is reached; None: it is this machine.
     """
 
-    def __init__(self, start: Start, command: list[str], env: dict[str, str], settings: Any,
+    def __init__(self, start: Start, command: list[str], env: dict[str, str], reach: Reach,
                  output: IO[str], address: str | None, tracebacks: Tracebacks | None = None):
         self.name, self.host, self.is_remote = start.worker, start.host, address is not None
         self.exit_code: int | None = None
@@ -70,8 +71,7 @@ class WorkerProcess:
         self._names = remote.names_of(env)
         command_here, env_here = command, env
         if address is not None:
-            command_here = remote.ssh(self.host, address, settings.ssh_port,
-                                      settings.ssh_identity_file)
+            command_here = reach.command(self.host, address)
             env_here = os.environ | {"ELASTIC_TRAINER_SSH": self.name}  # for `attempts.is_worker`
         self.process = subprocess.Popen(
             command_here, env=env_here, start_new_session=True,
@@ -152,7 +152,7 @@ class WorkerProcess:
         code = self.process.wait()
         if self.is_remote:
             self.forwards[0].join(FAR_OUTPUT_S)  # only ssh held it, so it ends now
-            code = -signal.SIGHUP if code == SSH_CONNECTION_LOST else code
+            code = -signal.SIGHUP if code == LOST else code
         return code if self.exit_code is None else self.exit_code
 
     def ask_stacks(self) -> None:

@@ -35,7 +35,8 @@ from elastic_trainer.config import (
     Attempt,
     ConfigError,
 )
-from elastic_trainer.driver.past import COUNTED_BY, Follower, Past, Ssh, end_orphans
+from elastic_trainer.driver.past import COUNTED_BY, Follower, Past, end_orphans
+from elastic_trainer.driver.reach import Reach
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.log_shipper import new_run_id
 from elastic_trainer.events.segments import compress
@@ -99,7 +100,8 @@ def supervise(run_dir: Path, horovodrun_options: Sequence[str], command: Sequenc
     lock = _lock(run_dir)
     try:
         supervisor = Supervisor(run_dir, [*horovodrun_options, *command], output, lock,
-                                Ssh.from_options(horovodrun_options))
+                                Reach.from_options(horovodrun_options,
+                                                   Attempt.from_environment()))
         exit_code = supervisor.run(options)
         if not supervisor.is_deleted:
             write_result(run_dir)  # also if not finished, and where rank 0 has another folder
@@ -112,9 +114,9 @@ class Supervisor:
     """The attempts of one run. `lock` is the descriptor that holds the run."""
 
     def __init__(self, run_dir: Path, command: list[str], output: IO[Any] | None, lock: int,
-                 ssh: Ssh):
+                 reach: Reach):
         self.run_dir, self.command, self.output, self.lock = run_dir, command, output, lock
-        self.ssh = ssh
+        self.reach = reach
         self.log = Follower(run_dir)
         self.events = Events(run_dir, run=run_dir.name)
         self.run_id = secrets.token_hex(8)
@@ -130,7 +132,7 @@ class Supervisor:
             tell(f"{self.run_dir / name} {reason}, so its events are left out. The run starts from "
                  f"its newest checkpoint all the same; `elastic-trainer verify` proves nothing of "
                  f"what is missing.")
-        end_orphans(past, self.run_dir, self.ssh, self.events)  # of a supervisor that was killed
+        end_orphans(past, self.run_dir, self.reach, self.events)  # of a supervisor that was killed
         self.events.emit("run.started", attempt=past.attempt + 1, options=options,
                          versions=versions())
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -173,10 +175,10 @@ class Supervisor:
         with compressing(self.run_dir):
             exit_code = self._wait(self.driver)
         if self.is_deleted:
-            end_orphans(before, self.run_dir, self.ssh, self.events)
+            end_orphans(before, self.run_dir, self.reach, self.events)
             return Next("failed", 1)
         past = self.log.read()
-        end_orphans(past, self.run_dir, self.ssh, self.events)
+        end_orphans(past, self.run_dir, self.reach, self.events)
         is_outage = exit_code == EXIT_NO_HOSTS and past.has_had_hosts
         self.hostless = self.hostless + 1 if is_outage else 0
         if not is_outage:

@@ -78,6 +78,8 @@ class LiveWorker:
     """Of a worker on another host: the pid of our ssh, until the worker is ready and reports its
     own."""
     over_ssh: bool = False
+    by_agent: bool = False
+    """It is reached by its host's agent, and not by ssh."""
     is_ready: bool = False
     lane: Lane = field(default_factory=Lane, compare=False, repr=False)
 
@@ -145,7 +147,8 @@ class Fleet:
     def _worker_started(self, event: Event) -> None:
         name, host, lane = event["worker"], event["host"], Lane()
         self.workers[name] = LiveWorker(host=host, pid=int(event["pid"]), lane=lane,
-                                        over_ssh=bool(event.get("over_ssh")))
+                                        over_ssh=bool(event.get("over_ssh")),
+                                        by_agent=bool(event.get("by_agent")))
         lane.become(self.now, "boots", pid=event["pid"])
         self.lives.append((name, host, lane))
         self._know(event)

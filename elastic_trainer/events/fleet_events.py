@@ -90,8 +90,9 @@ HOSTS_AND_WORKERS = (
         reads(host=NAME),
         "host {host} leaves the list"),
     EventKind("driver.worker_started", INFO,
-        "The driver has started a worker. Over ssh `pid` is that of the ssh process.",
-        (*_WORKER, *may_read(over_ssh=FLAG, address=HOST), *has(slot=WHOLE)),
+        "The driver has started a worker. If it is over ssh or by an agent, `pid` is that of our "
+        "process on the driver's machine.",
+        (*_WORKER, *may_read(over_ssh=FLAG, by_agent=FLAG, address=NAME), *has(slot=WHOLE)),
         "host {host}: worker {pid} boots"),
     EventKind("driver.worker_ready", INFO, "The worker has booted and can take a place.",
         (*reads(worker=NAME), *may_read(host=HOST, pid=PID, boot_s=SECONDS)),

@@ -4,7 +4,7 @@ the kernel (proc(5)) → here → agent, supervisor
 
 The environment is read by hand: a standby writes its name over a room in that memory and leaves
 zeros after it (world/standby.py), and psutil stops reading at two zeros in a row.
-driver/remote.py has its own code for that: on its hosts no package may be on Python's path.
+host/remote.py has its own code for that: on its hosts no package may be on Python's path.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
+
+from elastic_trainer.host.remote import AGENT
 
 NAME = "ELASTIC_TRAINER_WORKER"
 GONE = (FileNotFoundError, ProcessLookupError, PermissionError)
@@ -38,8 +40,10 @@ def environment_of(pid: int) -> dict[str, str]:
     return dict(entry.partition("=")[::2] for entry in entries if entry)
 
 
-def workers_of_user(user: int) -> dict[int, Seen]:
+def workers_of_user(user: int, agent: str = "") -> dict[int, Seen]:
     """Return a user's processes that have a worker's name, by pid: workers, shims, children.
+
+    With `agent`, its address and port, only those of the workers that it has started.
 
     A process counts if all its user ids are this user's: a setuid program that another user has
     started has the other one as its real id. Raises OSError when no descriptor is free.
@@ -54,7 +58,7 @@ def workers_of_user(user: int) -> dict[int, Seen]:
             if set(process.uids()) != {user}:
                 continue
             environment = environment_of(pid)
-            if NAME in environment:
+            if NAME in environment and agent in ("", environment.get(AGENT)):
                 found[pid] = Seen(environment[NAME], process.ppid(), process.name())
         except (*GONE, psutil.Error):
             continue

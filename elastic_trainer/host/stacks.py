@@ -1,7 +1,7 @@
 """What Python's faulthandler writes to a worker's stderr: the stacks of a process that does not
 answer, and the place in which a process died of a signal.
 
-driver, or the far end of its ssh (driver/remote.py) → SIGURG → faulthandler, in the worker → stderr
+driver, or the far end of its ssh (host/remote.py) → SIGURG → faulthandler, in the worker → stderr
 → driver → `Answer` (which lines, which phase), `place_of` (where it died) → stalls, ends
 
 What always holds:

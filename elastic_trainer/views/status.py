@@ -100,9 +100,10 @@ class Status:
 
     @property
     def kill_command(self) -> str | None:
-        """The command that kills a worker, a ready one if there is any; None if no pid is known."""
+        """The command that kills a worker, a ready one if there is any; None if no pid is known,
+        or if only agents reach the hosts."""
         known = [worker for worker in self.workers.values()
-                 if worker.is_ready or not worker.over_ssh]
+                 if not worker.by_agent and (worker.is_ready or not worker.over_ssh)]
         ready = [worker for worker in known if worker.is_ready]
         if not known:
             return None

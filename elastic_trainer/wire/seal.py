@@ -1,6 +1,7 @@
 """Signatures of messages. They cover a message's kind, its two ends and the request it answers.
 
-messages.py (worker ⇄ driver), discovery/client.py and agent.py (poller ⇄ agent) → here
+messages.py (worker ⇄ driver), discovery/client.py and agent.py (poller ⇄ agent), tunnel.py (driver
+⇄ agent) → here
 
 What always holds:
 1. A signature covers the kind of the message (`Kind`). A request that is sent back to its sender is
@@ -46,6 +47,9 @@ class Kind(bytes, Enum):
     ANSWER = b"elastic-trainer 1 driver to worker"
     QUESTION = b"elastic-trainer 1 poller to agent"
     HEALTH = b"elastic-trainer 1 agent to poller"
+    START = b"elastic-trainer 1 driver to agent"
+    DRIVER_END = b"elastic-trainer 1 a channel's end at the driver"
+    HOST_END = b"elastic-trainer 1 a channel's end at a host"
 
 
 def worker_key(run_key: bytes, worker: str) -> bytes:

@@ -1,7 +1,9 @@
-"""The far end of an ssh: starts one worker on this host, and ends it when the driver is gone.
+"""The far end of an ssh, or of a tunnel to the host's agent: starts one worker on this host, and
+ends it when the driver is gone.
 
 driver → ssh → here (`python -S -I remote.py`, messages on stdin) → the worker, in a process group
 supervisor → ssh → here (`python -S -I remote.py end RUN_DIR`): waits until that run has no worker
+driver, supervisor → wire/tunnel.py → agent, discovery/far_side.py → here, in the same way
 
 What always holds:
 1. The environment comes on stdin: no secret is on a command line, here or there.
@@ -9,7 +11,7 @@ What always holds:
    stdin (the ssh was killed) and `lost_s` without a message end it after `grace_s`. In that time a
    healthy worker notices that its driver is gone, writes its last checkpoint and leaves.
 3. The exit is reported at once as a marked line of output. sshd itself waits until every process
-   that holds the output has closed it.
+   that holds the output has closed it, and a tunnel for a second.
 4. A run whose coordinator died can be ended here: its workers would train on a second lineage.
 5. A worker reports its pid itself, so the pid is checked before a signal: the process is in the
    worker's group, or it has the worker's name, as one behind a shim (standby/) has.
@@ -21,7 +23,6 @@ host that boots, and no package may be on its Python's path.
 import json
 import os
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -35,16 +36,14 @@ EXITED = MARK + "exit "
 """On stdout, before the worker's exit code (negative: a signal's number)."""
 STATE = MARK + "state "
 """On stderr, before the state of the worker's process."""
-SSH_OPTIONS = (
-    "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
-    "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no",
-    "-o", "ControlMaster=no", "-o", "ControlPath=none")  # the end of one ends no other
 ORPHANS_S = 20.0
 """The time that workers have to notice that their driver is gone, and to write a checkpoint."""
 FIRST_S = 60.0
 """The time that the driver has to send the job."""
 WORKER, RUN_DIR = "ELASTIC_TRAINER_WORKER", "ELASTIC_TRAINER_RUN_DIR"
 ATTEMPT = "ELASTIC_TRAINER_ATTEMPT"
+AGENT = "ELASTIC_TRAINER_AGENT"
+"""The address and port of the agent that has started a worker."""
 MOST_THREADS = 100
 """faulthandler writes the stacks of this number of threads, and the main thread is the last."""
 MAIN_FIRST_S = 0.2
@@ -53,18 +52,6 @@ once faulthandler may drop one."""
 
 Names = tuple[str, str, str]
 """A worker's name, its attempt, and its run's folder."""
-
-
-def ssh(host: str, address: str, port: int | str | None, identity: str | None,
-        *arguments: str) -> list[str]:
-    """Return the command that runs this file on a host (the same paths there as here).
-
-    `address` is where the host is reached. Its host key is known by its name all the same.
-    """
-    program = ["exec", sys.executable, "-S", "-I", os.path.abspath(__file__), *arguments]
-    options = [*(["-p", str(port)] if port else []), *(["-i", identity] if identity else []),
-               *(["-o", f"HostKeyAlias={host}"] if address != host else [])]
-    return ["ssh", *SSH_OPTIONS, *options, "--", address, shlex.join(program)]
 
 
 class Messages:
