@@ -47,7 +47,7 @@ from s3_servers import Unavailable
 from terraform import HOSTS
 from waiting import wait_for
 
-from elastic_trainer.discovery.client import ask, read_key
+from elastic_trainer.discovery.client import AgentUnreachable, ask, read_key
 from elastic_trainer.discovery.commands import AGENT_PORT
 from elastic_trainer.discovery.hosts import Health
 from elastic_trainer.driver import standby_shim as shim
@@ -77,6 +77,7 @@ for file in ~/.bashrc ~/.bash_profile ~/.profile; do
 done
 ulimit -n 20000
 echo booted; read -r plugged
+[ "$4" = ssh ] || exec sleep infinity
 exec "$(command -v sshd || echo /usr/sbin/sshd)" -D -e -f "$lab/ssh/sshd_config" -o PidFile=none
 '''
 
@@ -141,6 +142,8 @@ class Lab:
 
     def __init__(self, folder: Path, interface: str = "", has_agents: bool = True):
         self.folder, self.interface, self.has_agents = folder, interface, has_agents
+        self.has_sshd = True
+        """False: hosts that boot from now on have none, as pods. Their agents start workers."""
         self.metadata: dict[str, MetadataServer] = {}
         """Each host's own service, which its agent asks."""
         self.cloud: tuple[str, type[MetadataServer]] = ("ec2", MetadataServer)
@@ -219,7 +222,10 @@ class Lab:
             if self.has_agents and name != COORDINATOR:
                 self.hosts[name].start_agent()
         for name in names:
-            self.hosts[name].wait_for_ssh()
+            if self.has_sshd:
+                self.hosts[name].wait_for_ssh()
+            elif name != COORDINATOR:
+                wait_for(f"the agent of {name}", lambda name=name: self._is_ready(name))
 
     def power_cut(self, *names: str) -> None:
         """End hosts between two instructions: not even a FIN gets out."""
@@ -293,6 +299,11 @@ class Lab:
             return ask(f"{self.address(name)}:{AGENT_PORT}", read_key(self.folder / "agent.key"),
                        5.0)
 
+    def _is_ready(self, name: str) -> bool:
+        with suppress(AgentUnreachable):
+            return self.health(name).state == "ready"
+        return False
+
     @contextmanager
     def network_of(self, name: str) -> Iterator[None]:
         """Let this thread open its sockets on a host."""
@@ -323,7 +334,8 @@ class Host:
         self.interface = lab.interface or f"lab{lab.ports}"
         self.process = subprocess.Popen(dying_with_us(*UNSHARE, "sh", "-c", INIT, "init", name,
                                                       lab.folder, "" if name == COORDINATOR
-                                                      else lab.hidden),
+                                                      else lab.hidden,
+                                                      "ssh" if lab.has_sshd else ""),
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                         stderr=lab.output, start_new_session=True)
         self.pid = 0
@@ -362,7 +374,9 @@ class Host:
             self.metadata = lab.metadata[name] = lab.cloud[1]((METADATA, 80))
         self.metadata.__enter__()
         command = command_of("elastic-agent", {"ADDRESS": lab.address(name)}, lab.folder)
-        self.agent = lab.start(name, [*command, "--folder", "/run/disk", "--place", lab.cloud[0]],
+        starts = [] if lab.has_sshd else ["--starts-workers"]
+        self.agent = lab.start(name, [*command, "--folder", "/run/disk", "--place", lab.cloud[0],
+                                      *starts],
                                env=os.environ | {"PYTHONPATH": lab.python_path()})
 
     def wait_for_ssh(self) -> None:

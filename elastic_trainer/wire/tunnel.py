@@ -164,9 +164,9 @@ class Channel:
         except OSError:
             self.is_open = False
         while (length := self._whole()) is not None:
-            kind, data = self.received[:1], self.received[HEAD.size:HEAD.size + length]
+            frame = bytes(self.received[:HEAD.size + length])
             del self.received[:HEAD.size + length]
-            yield bytes(kind), bytes(data)
+            yield frame[:1], frame[HEAD.size:]
 
     def _whole(self) -> int | None:
         """Return the length of the next frame if it has arrived. One that is too long ends all."""
