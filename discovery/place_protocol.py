@@ -7,7 +7,7 @@ A host's way to a worker, in the order of the files:
 2. agent: the host reports whether it is ready, draining or sick (health.py, agent.py, client.py).
 3. poller: it asks both (questions.py), decides (hosts.py), and replaces the hosts file (poll.py).
 4. discovery script: prints the hosts file for the driver (__main__.py, `hosts-file`).
-5. driver: starts a worker on each slot (elastic_trainer/driver/).
+5. driver: starts a worker on each slot, over ssh or by the host's agent (elastic_trainer/driver/).
 
 What always holds:
 1. An answer is complete, or PlaceUnavailable is raised: unknown is never empty.

@@ -367,12 +367,13 @@ class Host:
         self.process.stdin.flush()
 
     def start_agent(self) -> None:
-        """Start its metadata service and its agent, which watches a small disk of the host's
-        own."""
+        """Start its metadata service, if none runs, and its agent, which watches a small disk of
+        the host's own."""
         lab, name = self.lab, self.name
-        with lab.network_of(name):
-            self.metadata = lab.metadata[name] = lab.cloud[1]((METADATA, 80))
-        self.metadata.__enter__()
+        if self.metadata is None:
+            with lab.network_of(name):
+                self.metadata = lab.metadata[name] = lab.cloud[1]((METADATA, 80))
+            self.metadata.__enter__()
         command = command_of("elastic-agent", {"ADDRESS": lab.address(name)}, lab.folder)
         starts = [] if lab.has_sshd else ["--starts-workers"]
         self.agent = lab.start(name, [*command, "--folder", "/run/disk", "--place", lab.cloud[0],
