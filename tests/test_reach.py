@@ -126,7 +126,7 @@ def test_the_driver_sees_output_and_exit_of_a_worker_that_an_agent_starts(key: P
         wait_for("its end", lambda: there.workers() == [])
 
 
-def test_a_worker_is_told_to_end_or_killed_with_its_children(key: Path) -> None:
+def test_a_worker_ends_by_sigterm_or_is_killed_with_its_children(key: Path) -> None:
     """SIGTERM, which it may take its time for; then SIGKILL for the whole group."""
     with agent(key) as there:
         output = io.StringIO()
@@ -288,8 +288,8 @@ def run(at: AgentProcess, address: str, given: bytes,
     return subprocess.run(command, input=given, capture_output=True, timeout=120)
 
 
-def test_nobody_on_the_network_reads_the_environment_or_changes_it(key: Path,
-                                                                   tmp_path: Path) -> None:
+def test_the_environment_is_neither_read_nor_changed_on_the_network(key: Path,
+                                                                    tmp_path: Path) -> None:
     """Neither the secrets nor the key nor the command is in any packet. A changed byte, wherever it
     is, starts nothing: not in the request, the handshake, the proof or the job."""
     with agent(key) as there:
@@ -340,6 +340,7 @@ def test_a_request_starts_nothing_when_it_is_unsigned_repeated_or_of_another_age
         wire = Wire(there.port)
         assert run(there, wire.address, job_that_touches(tmp_path / "once")).returncode == 0
         (tmp_path / "once").unlink()
+        wait_for("the end of its process", lambda: not children())
         before = there.refused()
         unsigned = b"POST /run HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
         wrong = [unsigned, wire.heard["driver"], start(Kind.QUESTION), start(host="127.0.0.2"),

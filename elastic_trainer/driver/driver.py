@@ -147,6 +147,14 @@ def log_hosts(events: Events, before: Mapping[str, int], after: Mapping[str, int
         events.emit("driver.host_removed", host=host)
 
 
+def log_start(events: Events, start: Start, process: WorkerProcess, address: str,
+              reach: Reach) -> None:
+    """Log that a worker has been started, and how its host is reached."""
+    events.emit("driver.worker_started", host=start.host, address=address, slot=start.slot,
+                worker=start.worker, pid=process.process.pid, over_ssh=process.is_remote,
+                by_agent=reach.by_agent)
+
+
 def await_output(forwards: list[threading.Thread]) -> None:
     """Wait for the workers' last lines: a traceback is what the user needs most."""
     deadline = time.monotonic() + LAST_OUTPUT_S
@@ -324,9 +332,7 @@ class MendedDriver:
             return
         self.processes[start.worker] = process
         self.forwards = [it for it in (*self.forwards, *process.forwards) if it.is_alive()]
-        self.events.emit("driver.worker_started", host=start.host, address=address,
-                         slot=start.slot, worker=start.worker, pid=process.process.pid,
-                         over_ssh=is_remote, by_agent=self.reach.by_agent)
+        log_start(self.events, start, process, address, self.reach)
         threading.Thread(target=self._await_exit, args=(process,), daemon=True).start()
 
     def _stop(self, stop: Stop) -> None:
