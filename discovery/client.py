@@ -107,8 +107,13 @@ def get_health(address: str, key: bytes, nonce: str,
 
 
 def read_key(path: Path) -> bytes:
-    """Return the run's key. Raises ValueError when other users of the machine can read it."""
-    if os.stat(path).st_mode & 0o077:
+    """Return the run's key. Raises ValueError when other users of the machine can read it.
+
+    A kubelet gives a Secret to root and to the pod's own group (fsGroup), with mode 0440.
+    """
+    seen = os.stat(path)
+    is_of_pod = seen.st_uid == 0 and seen.st_gid in os.getgroups()
+    if seen.st_mode & (0o037 if is_of_pod else 0o077):
         raise ValueError(f"Other users can read {path}. Run: chmod 600 {path}")
     key = path.read_bytes().strip()
     if len(key) < 32:

@@ -212,7 +212,7 @@ class ControlPlane:
             time.sleep(0.1)
 
 
-def kustomized(folder: str = ".") -> list[Any]:
+def kustomized(folder: str = "base") -> list[Any]:
     """Return the objects of a folder of deploy/kubernetes, as `kubectl apply -k` reads them. Raises
     Unavailable."""
     if not shutil.which("kubectl"):

@@ -224,7 +224,7 @@ class Lab:
         for name in names:
             if self.has_sshd:
                 self.hosts[name].wait_for_ssh()
-            elif name != COORDINATOR:
+            elif name != COORDINATOR and self.has_agents:
                 wait_for(f"the agent of {name}", lambda name=name: self._is_ready(name))
 
     def power_cut(self, *names: str) -> None:

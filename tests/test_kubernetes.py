@@ -4,6 +4,10 @@ of Kubernetes 1.36."""
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,3 +176,22 @@ def test_pods_without_a_node_are_lacking_machines(pods: dict[str, Pod]) -> None:
     assert supply.refusal and supply.refusal.code == "Unschedulable"
     assert "2 Insufficient nvidia.com/gpu" in supply.refusal.says
     assert supply_of([pods["ready"]]).refusal is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another group")
+@pytest.mark.parametrize(("mode", "is_read"), [(0o440, True), (0o400, False), (0o444, False),
+                                               (0o460, False)])
+def test_a_secret_reaches_a_container_by_the_group_of_its_pod(mode: int, is_read: bool) -> None:
+    """A kubelet gives it to root and to fsGroup. A file that others may read is refused."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        key = Path(folder, "key")
+        key.write_text("k" * 64)
+        os.chown(key, 0, 10001)
+        key.chmod(mode)
+        program = ("import os, sys; from pathlib import Path; "
+                   "from elastic_trainer.discovery.client import read_key; "
+                   "os.setgroups([10001]); os.setgid(10001); os.setuid(10001); "
+                   "read_key(Path(sys.argv[1]))")
+        done = subprocess.run([sys.executable, "-c", program, key], capture_output=True, text=True)
+    assert (done.returncode == 0) is is_read, done.stderr

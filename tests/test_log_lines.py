@@ -56,7 +56,7 @@ def test_each_new_event_is_a_line_until_a_signal_and_the_last_ones_are_not_lost(
     (["--json", "--web"], "Call the command once with each"),
     (["--kubernetes-events"], "Add --json"),
     (["--json", "--prices", "x"], "Leave out --json or --prices"),
-    (["--json", "--kubernetes-events"], "deploy/kubernetes/coordinator.yaml does")])
+    (["--json", "--kubernetes-events"], "deploy/kubernetes/base/coordinator.yaml does")])
 def test_options_that_do_not_go_together_are_refused(
         options: list[str], remedy: str, tmp_path: Path,
         capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ MOST_LETTERS = 1024
 """The API server refuses a longer message."""
 POD_NAME, POD_UID = "POD_NAME", "POD_UID"
 MAY_NOT = ("The coordinator's account may not create events, so warnings are in the event log "
-           "alone. Its Role needs events: create (deploy/kubernetes/account.yaml).")
+           "alone. Its Role needs events: create (deploy/kubernetes/base/account.yaml).")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def subject_in(environment: Mapping[str, str]) -> Subject:
     except (OSError, KeyError) as error:
         raise ConfigError(f"--kubernetes-events is for a pod with an account, and this process "
                           f"lacks {error}. Set {POD_NAME} and {POD_UID} by the downward API, as "
-                          f"deploy/kubernetes/coordinator.yaml does.") from error
+                          f"deploy/kubernetes/base/coordinator.yaml does.") from error
 
 
 @dataclass
