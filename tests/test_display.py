@@ -162,8 +162,8 @@ def test_checkpoints_shows_the_texts_of_a_store_as_text(tmp_path: Path,
 def test_the_drivers_last_message_is_shown_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     """The traceback of a user's exception comes from a worker."""
     driver = MendedDriver(
-        SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None), {},
-        [], Events(None))
+        SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None,
+                        ssh_port=None, ssh_identity_file=None), {}, [], Events(None))
     driver.ended = End("user_error", HOSTILE)
     driver.stop_all()
     assert_harmless(capsys.readouterr().err)

@@ -291,7 +291,8 @@ MESSAGE = {
 
 def driver_of(worker: Worker, events: Events | None = None) -> MendedDriver:
     """Return a driver that knows one worker."""
-    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None)
+    numbers = SimpleNamespace(num_proc=1, min_num_proc=1, max_num_proc=None, elastic_timeout=None,
+                              ssh_port=None, ssh_identity_file=None)
     driver = MendedDriver(numbers, {}, [], events or Events(None))
     driver.membership.workers[worker.name] = worker
     return driver

@@ -34,7 +34,6 @@ import socket
 import ssl
 import struct
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -90,10 +89,10 @@ def context(*, is_host: bool) -> ssl.SSLContext:
                          f"which agents start workers (a FIPS policy forbids it). Use --reach "
                          f"ssh.") from error
     if is_host:
-        with tempfile.NamedTemporaryFile("w") as file:
-            file.write(GROUP)
-            file.flush()
-            tls.load_dh_params(file.name)
+        descriptor = os.memfd_create("group")  # a pod may have no disk that can be written
+        os.write(descriptor, GROUP.encode())
+        tls.load_dh_params(f"/proc/self/fd/{descriptor}")
+        os.close(descriptor)
     return tls
 
 
