@@ -15,7 +15,6 @@ from cloud_apis import AzureApi, CloudApi, GoogleApi
 from cluster import run_alone
 from metadata_server import AzureMetadata, GoogleMetadata, MetadataServer
 from netlab import COORDINATOR, Fleet, Lab
-from waiting import until
 
 from elastic_trainer.discovery.commands import run
 from elastic_trainer.discovery.health import Agent
@@ -483,7 +482,7 @@ JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
 THREE = ["h1", "h2", "h3"]
 
 
-@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize("cloud", ["gcp", pytest.param("azure", marks=pytest.mark.long)])
 def test_a_notice_becomes_a_drain(lab: Lab, tmp_path: Path, twin_of: Callable[..., str],
                                   cloud: str) -> None:
     """Real agents, poller, driver and workers. A machine's metadata service announces its
@@ -515,8 +514,8 @@ def test_a_notice_becomes_a_drain(lab: Lab, tmp_path: Path, twin_of: Callable[..
             lab.metadata["h1"].announce("")
             generation = fleet.wait_for_world(2, after=generation)
             lab.power_cut("h1")
-            lab.boot("h1")
-            api.add("workers_1", lab.address("h1"), 9)
+            lab.boot("h4")
+            api.add("workers_1", lab.address("h4"), 9)
             generation = fleet.wait_for_world(3, after=generation)
             fleet.wait_for_step(fleet.newest_step() + 2)
             if isinstance(api, GoogleApi):
@@ -531,4 +530,3 @@ def test_a_notice_becomes_a_drain(lab: Lab, tmp_path: Path, twin_of: Callable[..
     out = [event["why"] for event in fleet.events("discovery.host_out")]
     assert out[0].startswith("notice: preempted") and "delet" in out[-1]
     assert len({event["host"] for event in fleet.events("discovery.host_in")}) == 4
-    until(lambda: fleet.events("discovery.hosts_changed"))

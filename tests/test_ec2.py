@@ -242,6 +242,8 @@ def test_once_prints_what_horovodrun_reads(moto: str, proxy: FaultyProxy) -> Non
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 2 and all(line.endswith(":2") and line.count(".") == 3 for line in lines)
+    for line in run_once("--host-name", "instance-id").stdout.splitlines():
+        assert re.fullmatch(r"i-[0-9a-f]+:1 [0-9.]+", line)  # the name is of one incarnation
 
 
 def test_the_poller_keeps_the_file_true(moto: str, proxy: FaultyProxy, tmp_path: Path) -> None:

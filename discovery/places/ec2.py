@@ -45,7 +45,7 @@ MAY_NOT_ASK = (
     "autoscaling:DescribeScalingActivities (deploy/terraform/fleet/iam.tf): apply, and check that "
     "no policy of your organization denies it.")
 LIVING = ["pending", "running", "shutting-down", "stopping"]
-HOST_NAMES = ("private-dns", "private-ip")
+HOST_NAMES = ("private-dns", "private-ip", "instance-id")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--group", help="only instances InService in this auto scaling group")
     add("--cpu-slots", type=int, default=1, help="slots of a type without GPUs (%(default)s)")
     add("--host-name", choices=HOST_NAMES, default=HOST_NAMES[0],
-        help="private-dns must be unique to the incarnation: resource names, not ip names")
+        help="private-dns must be unique to the incarnation: resource names, not ip names. "
+             "instance-id always is, and the host is reached by its private address")
 
 
 def place_of(options: argparse.Namespace) -> Ec2:
@@ -171,11 +172,12 @@ class Ec2:
                   in_group: dict[str, str]) -> Instance:
         identity, kind = described["InstanceId"], described["InstanceType"]
         address = described.get("PrivateIpAddress", "")
-        name = address if self.host_name == "private-ip" else described.get(
-            "PrivateDnsName") or address
+        name = {"private-ip": address, "instance-id": identity}.get(
+            self.host_name, described.get("PrivateDnsName") or address)
         checks = [status.get(kind, {}).get("Status") for kind in ("InstanceStatus", "SystemStatus")]
         return Instance(
             id=identity, name=name, type=kind,
+            address=address if self.host_name == "instance-id" else "",
             zone=described.get("Placement", {}).get("AvailabilityZone", ""),
             launched=described["LaunchTime"].timestamp(),
             lifecycle="spot" if described.get("InstanceLifecycle") == "spot" else "on-demand",
@@ -185,7 +187,8 @@ class Ec2:
             events=tuple((event["Code"], _seconds_until(event.get("NotBefore")))
                          for event in status.get("Events", [])
                          if not event.get("Description", "").startswith("[Completed]")),
-            slots=(self._gpus[kind] or self.cpu_slots) if name else 0, gpus=self._gpus[kind])
+            slots=(self._gpus[kind] or self.cpu_slots) if name and address else 0,
+            gpus=self._gpus[kind])
 
     def _learn_types(self, new: set[str]) -> None:
         for start in range(0, len(new), 100):
