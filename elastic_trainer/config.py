@@ -247,7 +247,7 @@ class Launch(Attempt):
     reduce_asked: str | None = _given("ELASTIC_TRAINER_REDUCE", None)
     """The value of the launcher's --reduce; None: it was not given, so `reduce` is the default."""
     store: str = _given("ELASTIC_TRAINER_STORE", "")
-    """Where checkpoints go: a folder or s3://bucket/prefix; "": into run_dir."""
+    """Where checkpoints go: a folder, s3://, gs:// or az://bucket/prefix; "": into run_dir."""
     timeline: bool = _given("ELASTIC_TRAINER_TIMELINE", False, _is_on)
     """Write the spans of each step (events/trace.py)."""
     terminal: str = _given(TERMINAL, "")

@@ -204,8 +204,8 @@ class Common(TypedDict, total=False):
     run_dir: Annotated[str | os.PathLike[str] | None, Option(None, change="harmless")]
     """The folder of events, result and checkpoints, where no launcher gives one."""
     store: Annotated[str | None, Option(None, change="harmless")]
-    """The place of the checkpoints, of this run alone: a folder or s3://bucket/prefix. None takes
-    the launcher's (--store, and below it the run's name)."""
+    """The place of the checkpoints, of this run alone: a folder, or s3://, gs:// or az:// with
+    bucket/prefix. None takes the launcher's (--store, and below it the run's name)."""
     listeners: Annotated[Sequence[Listener] | None, Option(())]
     """Functions that are called with the name and the fields of every event of this worker. If one
     raises, its traceback is logged, and it is called again at the next event."""

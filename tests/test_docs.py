@@ -63,8 +63,9 @@ EXTERNAL = {
 SHOWN = {"json", "text", "mermaid"}
 YOURS = {"my_train.py", "hosts.sh", "NAME.tfvars", "gpt-1.tfvars"}
 """Files of the reader's own."""
-OTHERS = {"aws", "chgrp", "chmod", "docker", "find", "kind", "kubectl", "mkdir", "openssl", "pip",
-          "printf", "read", "source", "terraform", "umask", "zcat"}
+OTHERS = {"aws", "az", "chgrp", "chmod", "docker", "dstack", "export", "find", "gcloud", "kind",
+          "kubectl", "mkdir", "openssl", "pcluster", "pip", "printf", "read", "sky", "source",
+          "terraform", "umask", "zcat"}
 """Programs that are not ours: their options are not checked."""
 NOT_OURS = re.compile(
     r"\b(diary|strangers?|nobody|whoever|somebody|told|said|so (many|long) of|so many steps)\b",

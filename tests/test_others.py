@@ -103,7 +103,7 @@ def test_every_file_is_checked_and_no_secret_is_in_one() -> None:
     """A key has no value in a file, and each worker is one job of one node."""
     files = {path.name for path in OTHERS.iterdir()}
     assert files == {*EXPECTED, "batch-worker.json", "batch-coordinator.json",
-                     "batch-workers-job.json", "coordinator.sh", "worker.sh"}
+                     "batch-workers-job.json", "coordinator.sh", "worker.sh", "vm_worker.sh"}
     for path in OTHERS.glob("*.y*ml"):
         found = yaml.safe_load(path.read_text())
         secrets = found.get("secrets", {"AGENT_KEY": None} if "AGENT_KEY" in found.get("env", [])

@@ -2,8 +2,8 @@
 
     elastic-trainer checkpoints ls|show|verify|prune|export URL
 
-URL is a folder (runs/NAME/checkpoints) or s3://bucket/prefix/NAME. No command disturbs a running
-training.
+URL is a folder (runs/NAME/checkpoints), or s3://, gs:// or az:// with bucket/prefix/NAME. No
+command disturbs a running training.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _parser() -> Parser:
                        ("export",
                         "write one as a safetensors file: what the model's state_dict has")):
         command = commands.add_parser(name, help=what)
-        command.add_argument("url", help="runs/NAME/checkpoints or s3://bucket/prefix/NAME")
+        command.add_argument("url", help="runs/NAME/checkpoints, or s3://, gs:// or az:// with "
+                             "bucket/prefix/NAME")
         if name in ("show", "export"):
             which = command.add_mutually_exclusive_group()
             which.add_argument("--step", type=int, help="which one (the newest)")

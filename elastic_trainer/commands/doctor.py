@@ -125,7 +125,8 @@ def _parser() -> argparse.ArgumentParser:
     add_reach(parser, os.environ)
     parser.add_argument("--store", metavar="URL",
                         default=os.environ.get("ELASTIC_TRAINER_STORE", ""),
-                        help="prove the permissions on a store: a folder or s3://bucket/prefix")
+                        help="prove the permissions on a store: a folder, or s3://, gs:// or az:// "
+                             "with bucket/prefix")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"),
                         help="where runs are kept (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the checks as JSON")
@@ -137,7 +138,7 @@ def _hosts(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     name. Raises ConfigError."""
     if options.store == "s3":
         raise ConfigError("--store is s3, which is a server that a run starts on this machine. "
-                          "Give a folder or s3://bucket/prefix, or leave --store out.")
+                          "Give a folder or a bucket, or leave --store out.")
     script = options.host_discovery_script
     if not script:
         return list(static_hosts(options.hosts, options.hostfile)), {}

@@ -225,8 +225,8 @@ def _add_own(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
     add("--steps", type=int, help="demo: the number of steps")
     add("--seed", type=int, help="demo: the seed")
     add("--store", metavar="URL", default=env.get("ELASTIC_TRAINER_STORE", ""),
-        help="where checkpoints go, each run's under its name: a folder, s3://bucket/prefix, or s3 "
-             "for a server of its own on this machine (default: the run's folder)")
+        help="where checkpoints go, each run's under its name: a folder; s3://, gs:// or az:// "
+             "with bucket/prefix; or s3 for a server on this machine (default: the run's folder)")
 
 
 def add_reach(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
