@@ -8,7 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
+import shlex
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +21,13 @@ import botocore.session
 import pytest
 import yaml
 from botocore.validate import validate_parameters
+from ports import free_port
+from test_docs import check_command
+from waiting import wait_for
 
 from elastic_trainer.commands.local_s3 import installed
 from elastic_trainer.config import ConfigError
+from elastic_trainer.discovery.client import ask, read_key
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = ROOT / "deploy" / "others"
@@ -115,3 +124,41 @@ def test_every_file_is_checked_and_no_secret_is_in_one() -> None:
             "containerProperties", {}).get("environment", []))
 
 
+
+
+def test_the_worker_s_script_serves_the_coordinator_until_it_is_stopped(tmp_path: Path) -> None:
+    """Its agent answers with the key of the environment, which no command line has; the exit code
+    after SIGTERM makes the tool start it again."""
+    key = secrets.token_hex(32)
+    env = {**os.environ, "AGENT_KEY": key, "HOME": str(tmp_path),
+           "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    address = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
+    if not address:
+        pytest.skip("this machine has no address but loopback's")
+    port = free_port()
+    with subprocess.Popen(
+            [OTHERS / "worker.sh", "--port", str(port), "--no-metadata"], env=env, cwd=ROOT,
+            stdout=subprocess.PIPE, text=True) as agent:
+        try:
+            health = wait_for("answer", lambda: ask(
+                f"{address[0]}:{port}", read_key(tmp_path / "agent.key"), 5.0))
+            assert health.state == "ready"
+            lines = Path(f"/proc/{agent.pid}/cmdline").read_text()
+            assert "--starts-workers" in lines and key not in lines
+            agent.send_signal(signal.SIGTERM)
+            assert agent.wait(120) == 75
+        finally:
+            agent.kill()
+
+
+def test_the_scripts_name_options_that_exist() -> None:
+    """Of the poller, the agent, the launcher, and the script that prints the hosts file."""
+    for name in ("coordinator.sh", "worker.sh", "vm_worker.sh"):
+        text = re.sub(r"\\\n\s*", " ", (OTHERS / name).read_text())
+        commands = re.findall(r"(python -m elastic_trainer\.discovery .*|^elastic-trainer run .*)",
+                              text, re.M)
+        assert commands, name
+        for command in commands:
+            plain = re.sub(r'"?\$[({][^)}]*[)}]"?|"?\$\w+"?', "x", command).replace("exec ", "")
+            check_command(shlex.split(plain.rstrip("& ").replace('-- "x@"', "-- true")
+                                      .replace('x@', "")))
