@@ -485,16 +485,17 @@ THREE = ["h1", "h2", "h3"]
 @pytest.mark.parametrize("cloud", ["gcp", pytest.param("azure", marks=pytest.mark.long)])
 def test_a_notice_becomes_a_drain(lab: Lab, tmp_path: Path, twin_of: Callable[..., str],
                                   cloud: str) -> None:
-    """Real agents, poller, driver and workers. A machine's metadata service announces its
+    """Real agents, poller, driver and workers, without ssh. A machine's metadata service announces its
     preemption: it leaves without a lost step. The group replaces it under its old name, and it
     joins. A machine that the group deletes leaves without a lost step, too. The weights are the
     twin's."""
     api_of, metadata_of, _, chosen = CLOUDS[cloud]
-    lab.cloud = cloud, metadata_of
+    lab.cloud, lab.has_sshd = (cloud, metadata_of), False
     lab.boot(COORDINATOR, *THREE)
     fleet = Fleet(lab, tmp_path / "fleet", run="clouds", job=JOB, start_with=2, min_workers=1,
                   discovery=f"{sys.executable} -S {DISCOVERY} hosts-file {tmp_path}/fleet/hosts",
-                  options=["--elastic-timeout", "600"])
+                  options=["--elastic-timeout", "600", "--reach", "agent", "--agent-key-file",
+                           str(lab.folder / "agent.key")])
     fleet.hosts_file.unlink()
     fleet.run_dir.mkdir(parents=True)
     with lab.network_of(COORDINATOR):
