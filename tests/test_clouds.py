@@ -485,8 +485,8 @@ THREE = ["h1", "h2", "h3"]
 @pytest.mark.parametrize("cloud", ["gcp", pytest.param("azure", marks=pytest.mark.long)])
 def test_a_notice_becomes_a_drain(lab: Lab, tmp_path: Path, twin_of: Callable[..., str],
                                   cloud: str) -> None:
-    """Real agents, poller, driver and workers, without ssh. A machine's metadata service announces its
-    preemption: it leaves without a lost step. The group replaces it under its old name, and it
+    """Real agents, poller, driver and workers, without ssh. A machine's metadata service announces
+    its preemption: it leaves without a lost step. The group replaces it under its old name, and it
     joins. A machine that the group deletes leaves without a lost step, too. The weights are the
     twin's."""
     api_of, metadata_of, _, chosen = CLOUDS[cloud]
