@@ -138,7 +138,7 @@ def prove_store(store: str) -> None:
     except StoreUnavailable as error:
         print(f"elastic-trainer: {plain_text(error)}",
               "The run starts, and its workers try the store repeatedly. If the store cannot "
-              "answer, press Ctrl-C and correct --store or AWS's variables.", sep="\n",
+              "answer, press Ctrl-C and correct --store or the cloud's variables.", sep="\n",
               file=sys.stderr, flush=True)
 
 
