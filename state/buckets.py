@@ -32,11 +32,17 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 from fsspec.asyn import sync
-from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_fixed
+from tenacity import (
+    Retrying,
+    retry_if_exception,
+    retry_if_not_exception_type,
+    stop_after_attempt,
+    wait_fixed,
+)
 
 from elastic_trainer.state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
 
-ATTEMPTS, BETWEEN_S = 2, 0.5
+ATTEMPTS, OPENINGS, BETWEEN_S = 2, 3, 0.5
 CONNECT_S, READ_S = 10, 30
 AT_ONCE = 16
 """How many objects are deleted at a time."""
@@ -139,7 +145,10 @@ class BucketStore:
         try:
             faults = [getattr(importlib.import_module(module), name) for module, _, name in
                       (fault.rpartition(".") for fault in self.cloud.faults)]
-            files = self.cloud.open(settings)
+            # The metadata service may be busy when all hosts boot at once.
+            files = Retrying(retry=retry_if_not_exception_type((ImportError, ValueError)),
+                             wait=wait_fixed(BETWEEN_S), stop=stop_after_attempt(OPENINGS),
+                             reraise=True)(self.cloud.open, settings)
         except ImportError as error:
             raise StoreRefused(
                 f"{self.where} needs {self.cloud.package} ({error}). Install it on every host: pip "
