@@ -10,7 +10,6 @@ import json
 import os
 import re
 import secrets
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import pytest
 import yaml
 from botocore.validate import validate_parameters
 from ports import free_port
-from test_docs import check_command
+from test_docs import help_of
 from waiting import wait_for
 
 from elastic_trainer.commands.local_s3 import installed
@@ -152,13 +151,17 @@ def test_the_worker_s_script_serves_the_coordinator_until_it_is_stopped(tmp_path
 
 
 def test_the_scripts_name_options_that_exist() -> None:
-    """Of the poller, the agent, the launcher, and the script that prints the hosts file."""
-    for name in ("coordinator.sh", "worker.sh", "vm_worker.sh"):
+    """Of the poller, the agent, and the launcher."""
+    for name, *commands in (("coordinator.sh", ("discovery", "poll", "ec2"), ("run",)),
+                            ("worker.sh", ("discovery", "agent")),
+                            ("vm_worker.sh", ("discovery", "agent"))):
         text = re.sub(r"\\\n\s*", " ", (OTHERS / name).read_text())
-        commands = re.findall(r"(python -m elastic_trainer\.discovery .*|^elastic-trainer run .*)",
-                              text, re.M)
-        assert commands, name
         for command in commands:
-            plain = re.sub(r'"?\$[({][^)}]*[)}]"?|"?\$\w+"?', "x", command).replace("exec ", "")
-            check_command(shlex.split(plain.rstrip("& ").replace('-- "x@"', "-- true")
-                                      .replace('x@', "")))
+            words = f"-m elastic_trainer.{' '.join(command)} " if len(command) > 1 else (
+                "elastic-trainer run ")
+            (line,) = (line.partition(words)[2].partition(" -- ")[0]
+                       for line in text.splitlines() if words in line and line[0] != "#")
+            plain = re.sub(r"\$\([^)]*\)", "x", line.partition("python -S")[0])
+            options = re.findall(r"(?<= )--?[a-z][\w-]*", f" {plain}")
+            known = help_of(*(command if len(command) > 1 else ("elastic-trainer", "run")))
+            assert options and set(options) <= known, name
