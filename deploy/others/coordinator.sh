@@ -18,5 +18,6 @@ python -m elastic_trainer.discovery poll ec2 --tag "elastic-run=$RUN" --host-nam
 trap 'kill "$!"' EXIT
 elastic-trainer run --run "$RUN" --runs-dir "$folder" --store "$STORE" \
     --reach agent --agent-key-file "$folder/key" --min-np "${MIN_WORKERS:-1}" \
-    --host-discovery-script "python -S -m elastic_trainer.discovery hosts-file $folder/hosts 120" \
+    --host-discovery-script \
+    "python -S -m elastic_trainer.discovery hosts-file $folder/hosts 120" \
     -- "$@"
