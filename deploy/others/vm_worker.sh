@@ -2,7 +2,8 @@
 # deploy/others/vm_worker.sh: the start-up script of a worker VM of Google Cloud or Azure, as root.
 # docs/guide/gcp.md and azure.md say how it gets there.
 #
-# The image has the project in /opt/elastic-trainer (deploy/install.sh) and a user trainer. Azure's cloud-init has written the key into /etc/elastic-trainer.key before. On Google Cloud it is
+# The image has the project in /opt/elastic-trainer (deploy/install.sh) and a user trainer. On Azure
+# cloud-init has written the key into /etc/elastic-trainer.key before. On Google Cloud the key is
 # the secret elastic-key, which the machine's service account may read.
 set -euo pipefail
 key=/etc/elastic-trainer.key
