@@ -154,6 +154,11 @@ class Injector:
 
                 raise torch.AcceleratorError(
                     "CUDA error: an illegal memory access was encountered, as planned")
+            case "cuda_assert":
+                import torch  # here: a test does not need it
+
+                numbers = torch.zeros(4, device="cuda")
+                numbers[torch.full((4,), 99, device="cuda")].sum().item()
             case "raise":
                 raise ValueError("a bad sample, as planned")
             case "kill_in_init":

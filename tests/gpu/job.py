@@ -38,6 +38,7 @@ parser.add_argument("--model", choices=("gpt", "convnet"), default="gpt")
 parser.add_argument("--precision", default="fp32")
 parser.add_argument("--reduce", default="exact")
 parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--width", type=int, default=64, help="of the model gpt")
 parser.add_argument("--step-s", type=float, default=0.0, help="pause after each step")
 parser.add_argument("--checkpoint-every", type=int, default=0)
 parser.add_argument("--evaluate", action="store_true")
@@ -114,7 +115,8 @@ def note_memory(point: str, facts: dict[str, Any]) -> None:
 def main() -> None:
     torch.manual_seed(1)
     is_gpt = options.model == "gpt"
-    model = (GPT(context=CONTEXT, width=64, layers=2) if is_gpt else convnet()).to(device)
+    model = GPT(context=CONTEXT, width=options.width, layers=2) if is_gpt else convnet()
+    model.to(device)
     dataset = Windows() if is_gpt else Pictures()
     loss_of = next_byte_loss if is_gpt else picture_loss
     scaler = (torch.amp.GradScaler(device.type, init_scale=2.0**22, growth_interval=8)

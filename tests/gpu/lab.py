@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, run_alone
+from faults import Plan
 from ports import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -84,11 +85,12 @@ class Lab:
         return self._weights[options]
 
     @contextmanager
-    def cluster(self, workers: int, command: Sequence[str], *options: str) -> Iterator[Cluster]:
+    def cluster(self, workers: int, command: Sequence[str], *options: str,
+                plan: Plan | None = None) -> Iterator[Cluster]:
         """Run a command on so many workers for as long as the block."""
         self.left_s(60)
         with Cluster(self.empty(), hosts=workers, command=command, min_workers=1,
-                     options=options) as cluster:
+                     options=options, plan=plan) as cluster:
             yield cluster
 
     def measured(self, *options: str) -> dict[str, Any]:

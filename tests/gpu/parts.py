@@ -17,10 +17,12 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster import Cluster
+from faults import Plan
 from lab import Lab
 
 Facts = dict[str, Any]
 WORKERS = 4
+LAST = f"127.0.0.{WORKERS}"
 STEPS = ("--steps", "40")
 PAUSE_PARTS = ("noticing_s", "deciding_s", "forming_s", "transfer_s", "redoing_s")
 
@@ -239,6 +241,47 @@ def nothing_was_lost(faults: Faults, lab: Lab) -> Facts:
             "steps_redone": result["steps_redone"]}
 
 
+# --- what only a GPU has -------------------------------------------------------------------------
+
+def gradients_stay_on_the_gpu(lab: Lab) -> Facts:
+    """The gradients of 2 workers travel over NCCL: a step copies less than 1 MiB to the host."""
+    found = {arm: lab.measured_by(2, "--arm", arm, "--steps", "6", "--profile",
+                                  str(lab.empty() / "profile"))["to_host_mib"]
+             for arm in ("exact", "ring")}
+    assert all(mib < 1.0 for mib in found.values()), found
+    return {f"{arm}_to_host_mib": mib for arm, mib in found.items()}
+
+
+def kill_in_allreduce(lab: Lab) -> Facts:
+    """SIGKILL of one of 4 while 400 MB of gradients travel over NCCL: nobody hangs in a kernel."""
+    return one_fault(lab, Plan().kill(host=LAST, at="step.computed", step=5), "--width", "2048",
+                     "--steps", "12")
+
+
+def freeze_in_init(lab: Lab) -> Facts:
+    """SIGSTOP of one of 4 before it comes to NCCL's first communicator, for which 3 wait."""
+    return one_fault(lab, Plan().freeze(host=LAST, at="world.generation_entered", generation=1),
+                     "--steps", "20")
+
+
+def cuda_error(lab: Lab) -> Facts:
+    """A device-side assert poisons the context of one of 4: it leaves alone."""
+    return one_fault(lab, Plan().add("cuda_assert", host=LAST, at="step.computed", step=5),
+                     "--steps", "20", "--step-s", "0.2")
+
+
+def one_fault(lab: Lab, plan: Plan, *options: str) -> Facts:
+    """Run a job to which one fault happens; returns the pause of the survivors."""
+    twin = lab.alone(*options)["weights"]
+    with lab.cluster(WORKERS, lab.job(*options), plan=plan) as cluster:
+        cluster.wait_until_fired()
+        ended(lab, cluster, twin, victims=1)
+        pauses = [e for e in cluster.events("worker.pause_ended") if e["generation"] > 1]
+        gone = cluster.lost()[0]
+    return {"exit": gone["reason"], "pause_s": round(pauses[0]["duration_s"], 3),
+            **{part: round(pauses[0][part], 3) for part in PAUSE_PARTS if part in pauses[0]}}
+
+
 def memory(lab: Lab) -> Facts:
     """After many generations a survivor holds as much memory as after two."""
     file = lab.empty() / "memory.jsonl"
@@ -267,23 +310,22 @@ def memory(lab: Lab) -> Facts:
 
 # --- speeds ---------------------------------------------------------------------------------------
 
-def speeds_of(model: str) -> Callable[[Lab], Facts]:
+def speeds_of(model: str, *options: str) -> Callable[[Lab], Facts]:
     def proved(lab: Lab) -> Facts:
-        of = ("--model", model)
-        found = {arm: lab.measured(*of, "--arm", arm)["step_ms"]
-                 for arm in ("plain", "deterministic", "exact", "ring")}
-        for arm in ("deterministic", "exact"):
-            found[f"{arm}_compiled"] = lab.measured(*of, "--arm", arm, "--compile")["step_ms"]
-        return {f"{name}_ms": value for name, value in found.items()} | {
-            "exact_to_deterministic": ratio(found, "deterministic", "exact"),
-            "exact_to_plain": ratio(found, "plain", "exact"),
-            "ring_to_plain": ratio(found, "plain", "ring"),
-            "exact_to_deterministic_compiled": ratio(found, "deterministic_compiled",
-                                                     "exact_compiled")}
+        arms = [*(() if options else ("plain", "ring")), "deterministic", "exact"]
+        measured = {arm: lab.measured("--model", model, "--arm", arm, *options) for arm in arms}
+        found = {arm: line["step_ms"] for arm, line in measured.items()}
+        return {f"{arm}_ms": value for arm, value in found.items()} | {
+            f"{arm}_mib": line["peak_mib"] for arm, line in measured.items()} | {
+            f"{arm}_to_{base}": ratio(found, base, arm) for arm, base in PAIRS
+            if {arm, base} <= found.keys()}
 
-    proved.__name__ = f"speed_of_{model}"
+    proved.__name__ = f"speed_of_{model}" + ("_compiled" if options else "")
     proved.__doc__ = "Plain loops and ours, with the same micro-batches, alone on the device."
     return proved
+
+
+PAIRS = (("exact", "deterministic"), ("exact", "plain"), ("ring", "plain"))
 
 
 def ratio(found: Facts, base: str, arm: str) -> float:
@@ -322,5 +364,8 @@ PROOFS: list[Callable[[Lab], Facts]] = [
     *(FAULTS.part(fault) for fault in (kill_one, kill_two, freeze_one, drain_one, join,
                                        nothing_was_lost)),
     fp16, batchnorm, evaluation, resume]
+ON_GPU: list[Callable[[Lab], Facts]] = [
+    gradients_stay_on_the_gpu, kill_in_allreduce, freeze_in_init, cuda_error]
 SPEEDS: list[Callable[[Lab], Facts]] = [
-    speeds_of("gpt"), speeds_of("resnet"), two_workers, checkpoint_pause]
+    speeds_of("gpt"), speeds_of("resnet"), two_workers, checkpoint_pause,
+    speeds_of("gpt", "--compile"), speeds_of("resnet", "--compile")]

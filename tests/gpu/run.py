@@ -6,7 +6,7 @@ Each part prints one JSON line: part, ok, its seconds and its figures, or the er
 fails does not stop the rest. The last line sums up. The exit code is 0 if no part has failed.
 A part for which no time is left is skipped, and the last line names it.
 
-On a machine without a GPU, or with `--device cpu`, the parts that measure speed are left out
+On a machine without a GPU, or with `--device cpu`, the parts that need one are left out
 (tests/test_gpu.py does that). `--device cpu --tiny --only speed_of_gpt` runs them with small
 models.
 """
@@ -23,10 +23,10 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 from lab import Lab, OutOfTime  # noqa: E402
-from parts import FAULTS, PROOFS, SPEEDS, memory  # noqa: E402
+from parts import FAULTS, ON_GPU, PROOFS, SPEEDS, memory  # noqa: E402
 
 ERROR_LETTERS = 4000
-ALL = [*PROOFS, *SPEEDS, memory]
+ALL = [*PROOFS, *ON_GPU, *SPEEDS, memory]
 """In this order: what matters most comes first, and what takes longest last."""
 
 
@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="append the lines to this file, too")
     options = parser.parse_args()
     chosen = [part for part in ALL if part.__name__ in options.only] if options.only else [
-        part for part in ALL if options.device == "cuda" or part not in SPEEDS]
+        part for part in ALL if options.device == "cuda" or part not in (*ON_GPU, *SPEEDS)]
 
     def say(line: dict[str, Any]) -> None:
         print(json.dumps(line), flush=True)

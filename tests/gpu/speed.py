@@ -37,11 +37,13 @@ parser.add_argument("--steps", type=int, default=20, help="after the warm-up")
 parser.add_argument("--warm-up", type=int, default=6)
 parser.add_argument("--checkpoint-every", type=int, default=0)
 parser.add_argument("--tiny", action="store_true")
+parser.add_argument("--profile", type=Path, help="write the operations of 3 steps to a file")
 parser.add_argument("--out", type=Path, help="append the line to this file, too")
 parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 options = parser.parse_args()
 device = torch.device(options.device)
 STEPS = options.warm_up + options.steps
+PROFILED = 3
 
 
 def gpt() -> tuple[nn.Module, Tensor, int]:
@@ -109,12 +111,33 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.begun = self.ended = 0.0
+        self._profile = torch.profiler.profile() if options.profile else None
 
     def step_done(self, number: int) -> None:
         """Take note of a finished step, of which the first has the number 0."""
         if number in (options.warm_up - 1, STEPS - 1):
             wait_for_device()
             self.begun, self.ended = self.ended, time.perf_counter()
+        if self._profile and number == options.warm_up:
+            self._profile.__enter__()
+        if self._profile and number == options.warm_up + PROFILED:
+            wait_for_device()
+            self._profile.__exit__(None, None, None)
+
+    def write_profile(self) -> float:
+        """Write what was profiled; return the MiB that a step has copied from the device."""
+        assert self._profile
+        table = self._profile.key_averages()
+        options.profile.write_text("\n".join(
+            table.table(sort_by=by, row_limit=45, max_name_column_width=80)
+            for by in ("self_cpu_time_total", "self_device_time_total")))
+        trace = options.profile.with_suffix(".json")
+        self._profile.export_chrome_trace(str(trace))
+        copies = sum(event["args"]["bytes"]
+                     for event in json.loads(trace.read_text())["traceEvents"]
+                     if event.get("cat") == "gpu_memcpy" and "DtoH" in event["name"])
+        trace.unlink()
+        return copies / PROFILED / 2**20
 
     def step_ms(self) -> float:
         """Return the mean time of a step."""
@@ -195,8 +218,11 @@ def main() -> None:
         is_first = os.environ.get("RANK", "0") == "0"
     if is_first:
         peak = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
-        line = json.dumps({"model": options.model, "arm": options.arm, "compile": options.compile,
-                           "step_ms": round(watch.step_ms(), 2), "peak_mib": round(peak)})
+        facts = {"model": options.model, "arm": options.arm, "compile": options.compile,
+                 "step_ms": round(watch.step_ms(), 2), "peak_mib": round(peak)}
+        if options.profile:
+            facts["to_host_mib"] = round(watch.write_profile(), 3)
+        line = json.dumps(facts)
         print(line, flush=True)
         if options.out:
             with open(options.out, "a") as file:
