@@ -17,11 +17,14 @@ compiler = types.ModuleType("torch._dynamo")
 compiler.__dict__.update(disable=lambda function, *_, **__: function, graph_break=lambda: None)
 sys.modules["torch._dynamo"] = compiler
 
-# A generator needs its metaclass, and only a module that is left out here sets it.
 import torch._C  # noqa: E402
-from torch._opaque_base import OpaqueBaseMeta  # noqa: E402
 
-torch._C._set_generator_metaclass(OpaqueBaseMeta)
+# From torch 2.13 on a generator needs its metaclass, and only a module that is left out here sets
+# it.
+if hasattr(torch._C, "_set_generator_metaclass"):
+    from torch._opaque_base import OpaqueBaseMeta
+
+    torch._C._set_generator_metaclass(OpaqueBaseMeta)
 
 gc.freeze()
 gc.enable()
