@@ -72,7 +72,7 @@ def test_the_script_prints_one_json_line_for_each_part(tmp_path: Path) -> None:
 def test_a_measured_job_prints_the_time_of_a_step(model: str, arm: str) -> None:
     """With small models."""
     command = [sys.executable, GPU / "speed.py", "--device", "cpu", "--tiny", "--model", model,
-               "--arm", arm, "--steps", "2", "--warm-up", "1"]
+               "--arms", arm, "--steps", "2", "--warm-up", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])

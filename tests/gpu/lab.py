@@ -93,10 +93,11 @@ class Lab:
                      options=options, plan=plan) as cluster:
             yield cluster
 
-    def measured(self, *options: str) -> dict[str, Any]:
-        """Return what a measured job prints when it runs alone."""
-        printed = run_alone(self.speed(*options), self.empty(), self.left_s(180))
-        return dict(json.loads(printed.splitlines()[-1]))
+    def measured(self, *options: str) -> dict[str, dict[str, Any]]:
+        """Return what a measured job prints when it runs alone, by arm."""
+        printed = run_alone(self.speed(*options), self.empty(), self.left_s(240))
+        lines = [json.loads(line) for line in printed.splitlines() if line.startswith('{"model"')]
+        return {line["arm"]: line for line in lines}
 
     def measured_by(self, workers: int, *options: str) -> dict[str, Any]:
         """Return what a measured job prints with several workers of ours."""
@@ -111,7 +112,7 @@ class Lab:
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
                   "WORLD_SIZE": str(workers), "GLOO_SOCKET_IFNAME": "lo"}
         limit_s = self.left_s(180)
-        ranks = [self._start(self.speed("--arm", "ddp", *options), shared | {"RANK": str(rank)})
+        ranks = [self._start(self.speed("--arms", "ddp", *options), shared | {"RANK": str(rank)})
                  for rank in range(workers)]
         try:
             printed = [rank.communicate(timeout=limit_s)[0] for rank in ranks]

@@ -245,7 +245,7 @@ def nothing_was_lost(faults: Faults, lab: Lab) -> Facts:
 
 def gradients_stay_on_the_gpu(lab: Lab) -> Facts:
     """The gradients of 2 workers travel over NCCL: a step copies less than 1 MiB to the host."""
-    found = {arm: lab.measured_by(2, "--arm", arm, "--steps", "6", "--profile",
+    found = {arm: lab.measured_by(2, "--arms", arm, "--steps", "6", "--profile",
                                   str(lab.empty() / "profile"))["to_host_mib"]
              for arm in ("exact", "ring")}
     assert all(mib < 1.0 for mib in found.values()), found
@@ -267,7 +267,7 @@ def freeze_in_init(lab: Lab) -> Facts:
 def cuda_error(lab: Lab) -> Facts:
     """A device-side assert poisons the context of one of 4: it leaves alone."""
     return one_fault(lab, Plan().add("cuda_assert", host=LAST, at="step.computed", step=5),
-                     "--steps", "20", "--step-s", "0.2")
+                     "--steps", "20")
 
 
 def one_fault(lab: Lab, plan: Plan, *options: str) -> Facts:
@@ -313,7 +313,7 @@ def memory(lab: Lab) -> Facts:
 def speeds_of(model: str, *options: str) -> Callable[[Lab], Facts]:
     def proved(lab: Lab) -> Facts:
         arms = [*(() if options else ("plain", "ring")), "deterministic", "exact"]
-        measured = {arm: lab.measured("--model", model, "--arm", arm, *options) for arm in arms}
+        measured = lab.measured("--model", model, "--rounds", "3", "--arms", *arms, *options)
         found = {arm: line["step_ms"] for arm, line in measured.items()}
         return {f"{arm}_ms": value for arm, value in found.items()} | {
             f"{arm}_mib": line["peak_mib"] for arm, line in measured.items()} | {
@@ -339,7 +339,7 @@ def two_workers(lab: Lab) -> Facts:
     for arm in ("exact", "ring"):
         for workers in (2, 4):
             name = arm if workers == 2 else f"{arm}_4"
-            found[name] = lab.measured_by(workers, "--arm", arm)["step_ms"]
+            found[name] = lab.measured_by(workers, "--arms", arm)["step_ms"]
     return {f"{name}_ms": value for name, value in found.items()} | {
         "exact_to_ddp": ratio(found, "ddp", "exact"), "ring_to_ddp": ratio(found, "ddp", "ring"),
         "ring_to_exact_4": ratio(found, "exact_4", "ring_4")}
@@ -347,7 +347,7 @@ def two_workers(lab: Lab) -> Facts:
 
 def checkpoint_pause(lab: Lab) -> Facts:
     """The pause of a step whose checkpoint is taken, for GPT-124M with AdamW."""
-    with lab.cluster(1, lab.speed("--arm", "exact", "--checkpoint-every", "6")) as cluster:
+    with lab.cluster(1, lab.speed("--arms", "exact", "--checkpoint-every", "6")) as cluster:
         assert cluster.wait(lab.left_s(150)) == 0, cluster.story()
         pauses = [e["checkpoint_s"] for e in cluster.events("worker.step_committed")
                   if e.get("checkpoint_s") is not None]
