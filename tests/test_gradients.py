@@ -117,6 +117,77 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(
         in_a_world(2, lambda rank: job(**make()), reduce)
 
 
+# --- as on a GPU ----------------------------------------------------------------------------------
+
+def zeroing(model: Model, batch: Any) -> torch.Tensor:
+    model.zero_grad(set_to_none=False)
+    return mse(model, batch)
+
+
+def in_bfloat16(model: Model, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model(batch[0].bfloat16()).float(), batch[1])
+
+
+def only_the_last(model: Any, batch: Any) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(model[2](torch.tanh(model[0](batch[0]).detach())), batch[1])
+
+
+CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "as it is": lambda: job_of(built()),
+    "a hook": lambda: job_of(with_hooks(clamp, slice(None))),
+    "zero_grad": lambda: job_of(built(), loss=zeroing),
+    "unused": lambda: job_of(built(), loss=only_the_last),
+    "thawed": lambda: thawed_after(0),
+    "16 bits": lambda: job_of(built().bfloat16(), loss=in_bfloat16)}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_bits_are_the_same_when_new_gradients_are_taken_as_on_a_gpu(
+        case: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where buckets leave during the backward pass."""
+    def weights() -> list[str]:
+        worlds = [(1, "exact"), (3, "exact"), (2, "ring")]
+        return [in_a_world(size, lambda rank: job(**case()), reduce)[0].weights_sha256
+                for size, reduce in worlds]
+
+    added = weights()
+    monkeypatch.setattr("elastic_trainer.reduce.gradient_sums.TAKEN_ON", ("cpu",))
+    for reducer in ("ring", "exact"):
+        monkeypatch.setattr(f"elastic_trainer.reduce.{reducer}.BUCKET_BYTES", 64)
+    assert weights() == added
+
+
+@pytest.mark.parametrize("parameters", [slice(None), slice(0, 1), slice(1, None)],
+                         ids=["all", "last in the pass", "all but the last"])
+def test_a_late_hook_changes_the_gradient_or_is_an_error_when_new_gradients_are_taken(
+        parameters: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes before ours, or a part was sent: never another result than that of one worker."""
+    monkeypatch.setattr("elastic_trainer.reduce.gradient_sums.TAKEN_ON", ("cpu",))
+    monkeypatch.setattr("elastic_trainer.reduce.exact.BUCKET_BYTES", 64)
+
+    def make() -> dict[str, Any]:
+        model, is_late = built(), [False]
+
+        def loss(model: Model, batch: Any) -> torch.Tensor:
+            is_late[0] = torch.equal(batch[0], LATE)
+            return mse(model, batch)
+
+        def after_step(step: int) -> None:
+            for parameter in list(model.parameters())[parameters] if step == 0 else ():
+                parameter.register_post_accumulate_grad_hook(
+                    lambda parameter: clamp(parameter) if is_late[0] else None)
+
+        return job_of(model, after_step=after_step, loss=loss)
+
+    alone = in_a_world(1, lambda rank: job(**make()))[0].weights_sha256
+    try:
+        found = {result.weights_sha256 for result in in_a_world(2, lambda rank: job(**make()))}
+    except RuntimeError as error:
+        assert "has changed .grad in step 2, after a part of it was" in str(error)
+    else:
+        assert found == {alone}
+
+
 def test_a_16_bit_gradient_is_that_of_its_microbatch_when_loss_zeroes_the_gradients() -> None:
     """Those gradients are no views, and never were."""
     def loss(model: Model, batch: Any) -> torch.Tensor:

@@ -202,3 +202,10 @@ def test_memory_is_that_of_the_sums_that_the_tree_keeps_open(size: int, microbat
                                                              sums: int) -> None:
     """And that of some buckets, whatever the number of workers and of their subtrees."""
     assert sums <= most_gradients(size, microbatches) <= sums + 0.4
+
+
+def test_taken_gradients_need_the_memory_of_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: what a backward pass has made stays beside the sums until its end."""
+    monkeypatch.setattr("elastic_trainer.reduce.gradient_sums.TAKEN_ON", ("cpu",))
+    assert 4 <= most_gradients(1, 8) <= 4.4
+    assert 2 <= most_gradients(4, 8) <= 2.4

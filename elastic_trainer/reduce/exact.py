@@ -206,7 +206,8 @@ class ExactReducer(Reducer):
 
     def _start(self, world: Collectives) -> None:
         """Finish the next bucket of my subtrees, and send it."""
-        (dtype, start, stop, _), number = self.buckets[self._started], self._started
+        (dtype, start, stop, members), number = self.buckets[self._started], self._started
+        self.flat.gradients.take(members)
         for left, right in self._siblings:
             left[dtype][start:stop].add_(right[dtype][start:stop])
         if self._result is None:

@@ -236,6 +236,7 @@ class RingReducer(Reducer):
 
     def _start(self, world: Collectives) -> None:
         dtype, start, stop, members = self.buckets[len(self._started)]
+        self.flat.gradients.take(members)
         piece = self.flat.sums[dtype][start:stop]
         name = f"ring.{len(self._started)}"
         # Buckets without gradients keep their 32 bits.

@@ -239,11 +239,12 @@ class WarmUp:
         Raises ConfigError for buffers that have moved, or are not as `constant` as they should be.
         """
         check = partial(self._check_buffers, may_add_buffers, constant)
-        try:
-            return (yield from self._try_backward(indices, place, check, advice))
-        except GradientsWritten:
-            self.flat.gradients.isolates = True
-            return (yield from self._try_backward(indices, place, check, advice))
+        with self.flat.gradients.adding_in_place():
+            try:
+                return (yield from self._try_backward(indices, place, check, advice))
+            except GradientsWritten:
+                self.flat.gradients.isolates = True
+                return (yield from self._try_backward(indices, place, check, advice))
 
     def _check_buffers(self, may_add: bool, constant: Sequence[str]) -> None:
         before, after = self.state.model_buffers.before, named_buffers(self.job.model)
