@@ -231,10 +231,11 @@ class Schedule:
         if len(positions) >= AHEAD:
             return self._ordered(self.epoch(step), positions)
         blocks = range(positions.start // AHEAD, -(-positions.stop // AHEAD))
-        found: npt.NDArray[np.int64] = np.concatenate(
-            [_block(self, self.epoch(step), number) for number in blocks] or [_numbers(positions)])
+        around = np.concatenate([_block(self, self.epoch(step), number) for number in blocks]
+                                or [_numbers(positions)])
         start = blocks.start * AHEAD
-        return found[positions.start - start : positions.stop - start].copy()
+        found: npt.NDArray[np.int64] = around[positions.start - start : positions.stop - start]
+        return found.copy()
 
     def _ordered(self, epoch: int, positions: range) -> npt.NDArray[np.int64]:
         epochs = Epochs(self.dataset_size, self.dataset_size - self.dropped_samples,
