@@ -234,8 +234,8 @@ class Schedule:
         around = np.concatenate([_block(self, self.epoch(step), number) for number in blocks]
                                 or [_numbers(positions)])
         start = blocks.start * AHEAD
-        found: npt.NDArray[np.int64] = around[positions.start - start : positions.stop - start]
-        return found.copy()
+        found: npt.NDArray[np.int64] = around[positions.start - start :][: len(positions)].copy()
+        return found
 
     def _ordered(self, epoch: int, positions: range) -> npt.NDArray[np.int64]:
         epochs = Epochs(self.dataset_size, self.dataset_size - self.dropped_samples,
