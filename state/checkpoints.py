@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from elastic_trainer.host.cycles import no_search_for_cycles
 from elastic_trainer.state.checkpoint import UPLOAD_S, Emit, Part, Peers, Plan, Share
 from elastic_trainer.state.commit_log import Damaged
 from elastic_trainer.state.layout import differing, tensors_digest
@@ -110,7 +111,8 @@ class Checkpoints:
         if before and self.known.parts_step == self.known.newest_step:
             share.planned_s = PLANNED * (now - before)  # the next one is due as much later
         try:
-            packed = state.packed()
+            with no_search_for_cycles():
+                packed = state.packed()
         except Exception as error:
             share.error = f"{type(error).__name__}: {error}"
             if not is_alone and not isinstance(error, MemoryError):
@@ -119,7 +121,8 @@ class Checkpoints:
         try:
             if self.upload.is_busy():
                 raise StoreUnavailable("the upload before it still holds the memory")
-            self.memory.copy(packed, share, rank, size)
+            with no_search_for_cycles():
+                self.memory.copy(packed, share, rank, size)
             state.copying = share.copying
             self._emit_not_pinned()
             share.facts, share.moved = state.facts(), time.monotonic()

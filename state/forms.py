@@ -140,6 +140,8 @@ _FORMS: dict[type, Callable[[Any], Form | None]] = {
 def tensor_form(value: torch.Tensor) -> Form | None:
     """Return the form of a tensor that is more than its bytes; None: its bytes are all. The caller
     has asked `tensor_refusal`."""
+    if type(value) is torch.Tensor and not value.requires_grad and value.is_contiguous():
+        return None  # nearly all: an optimizer has two or three for each parameter
     more: dict[str, Any] = {}
     if value.requires_grad:
         more["grad"] = True
@@ -156,7 +158,7 @@ def plain_tensor(value: torch.Tensor) -> torch.Tensor:
     plain = value.detach()
     if type(plain) is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
-    return plain.resolve_conj().resolve_neg()
+    return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 
 def _is_dense(value: torch.Tensor) -> bool:
@@ -193,7 +195,7 @@ def storage_refusal(value: torch.Tensor) -> str:
     if value.layout != torch.strided:
         return (f"a Tensor of the layout {value.layout}. Keep its indices and values, or "
                 f"tensor.to_dense()")
-    if value.device.type == "meta":
+    if value.is_meta:
         return "a tensor on the device meta, which has no values. Keep one that has values"
     if not _has_bytes(value.dtype):
         return (f"a tensor of {value.dtype}, which torch {torch.__version__} cannot copy. Keep its "

@@ -18,7 +18,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -65,6 +65,8 @@ class Packed:
     classes: Mapping[str, type] | None = None
     """The classes of named tuples and enumerations that this process knows, by name; None: values
     are only looked at, and such a value is a plain tuple or a name."""
+    places: Sequence[str] = ()
+    """The keys on the way to each tensor ("/a/b"), if `pack` has made this."""
 
     @cached_property
     def starts(self) -> list[int]:
@@ -86,10 +88,10 @@ def pack(values: Any, classes: dict[str, type] | None = None, *, learns: bool = 
     """
     writer = _Writer({} if classes is None else classes, learns)
     described = writer.describe(values, "")
-    shapes = [{"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
-              for t in writer.tensors]
-    header = json.dumps({"format": FORMAT, "tensors": shapes, "values": described}).encode()
-    return Packed(header, writer.tensors, classes)
+    shapes = ", ".join([f'{{"dtype": "{str(t.dtype)[6:]}", "shape": {list(t.shape)}}}'
+                        for t in writer.tensors])  # json.dumps takes twice as long
+    header = f'{{"format": {FORMAT}, "tensors": [{shapes}], "values": {json.dumps(described)}}}'
+    return Packed(header.encode(), writer.tensors, classes, writer.places)
 
 
 class Bare(dict[str, torch.Tensor]):
@@ -102,18 +104,18 @@ class _Writer:
 
     def __init__(self, classes: dict[str, type], learns: bool):
         self.tensors: list[torch.Tensor] = []
+        self.places: list[str] = []
         self._classes, self._learns = classes, learns
         self._numbers: dict[int, int] = {}
         """By id: the numbers of the parts that may be changed, in the order of their ends."""
         self._parts: list[Any] = []
-        """All parts, so that no other one gets the id of one that is gone."""
+        """All, so that no other one gets the id of one that is gone."""
         self._open: set[int] = set()
 
     def describe(self, value: Any, where: str, depth: int = 0) -> Any:
         """Return the description of a value. A part that is described for the second time has the
         number of its first description, so that it comes back as one object."""
-        if type(value) in SCALARS and not (type(value) is int
-                                           and value.bit_length() > MOST_BITS):
+        if type(value) in SCALARS and not (type(value) is int and value.bit_length() > MOST_BITS):
             return value
         if depth > DEEPEST:
             raise CannotKeep(
@@ -123,7 +125,8 @@ class _Writer:
             raise CannotKeep(f"{where[1:]} holds a {type(value).__name__} that contains itself, "
                              f"which cannot be kept")
         self._open.add(id(value))
-        described = self._described(value, where, depth + 1)
+        described = (self._tensor if isinstance(value, torch.Tensor) else self._described)(
+            value, where, depth + 1)
         self._open.remove(id(value))
         first = self._numbers.setdefault(id(value), len(self._parts))
         is_second = first < len(self._parts) and not isinstance(value, UNCHANGING)
@@ -131,13 +134,11 @@ class _Writer:
         return {"$same": first, "of": described} if is_second else described
 
     def _described(self, value: Any, where: str, depth: int) -> Any:
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value, where, depth)
         if type(value) is Bare:
             return {"$dict": [[name, self._bare(value[name], f"{where}/{name}", depth)]
                               for name in value]}
         if type(value) is dict:
-            return {"$dict": [[self._key(k, where, depth),
+            return {"$dict": [[k if type(k) is str else self._key(k, where, depth),
                                self.describe(v, f"{where}/{_text(k)}", depth)]
                               for k, v in value.items()]}
         if type(value) is tuple:
@@ -163,15 +164,16 @@ class _Writer:
         if why := tensor_refusal(value):
             raise CannotKeep(f"{where[1:]} holds {why}")
         form = tensor_form(value)
-        return self._form(form, where, depth) if form else self._bytes_of(value)
+        return self._form(form, where, depth) if form else self._bytes_of(value, where)
 
     def _bare(self, value: torch.Tensor, where: str, depth: int) -> Any:
         if why := storage_refusal(value):
             raise CannotKeep(f"{where[1:]} is {why}")
         self._parts.append(value)
-        return self._bytes_of(value)
+        return self._bytes_of(value, where)
 
-    def _bytes_of(self, value: torch.Tensor) -> Any:
+    def _bytes_of(self, value: torch.Tensor, where: str) -> Any:
+        self.places.append(where)
         self.tensors.append(plain_tensor(value))
         return {"$tensor": len(self.tensors) - 1}
 
@@ -197,8 +199,7 @@ class _Writer:
 
 
 def _text(key: Any) -> str:
-    is_long = isinstance(key, int) and key.bit_length() > MOST_BITS
-    return "a large number" if is_long else str(key)
+    return "a large number" if type(key) is int and key.bit_length() > MOST_BITS else str(key)
 
 
 UNCHANGING = (tuple, bytes, complex, int, float, str, range, slice, frozenset, enum.Enum,
@@ -342,8 +343,7 @@ def unpack(packed: Packed) -> Any:
     return _Reader(packed).whole(json.loads(packed.header)["values"])
 
 
-def decode(header: bytes, payload: torch.Tensor,
-           classes: Mapping[str, type] | None = None) -> Any:
+def decode(header: bytes, payload: torch.Tensor, classes: Mapping[str, type] | None = None) -> Any:
     """Build the values from a header and a uint8 payload. The tensors are views of the payload, so
     the caller gives it away. `classes` are those of `Packed`.
 
@@ -430,8 +430,7 @@ class _Reader:
                 raise LayoutError("the header has an object that is no container of ours")
 
     def _tensor(self, number: int) -> torch.Tensor:
-        if type(number) is not int or number != self._used or (
-                number >= len(self._packed.tensors)):
+        if type(number) is not int or number != self._used or number >= len(self._packed.tensors):
             raise LayoutError(f"the header uses the tensor {number} out of turn")
         self._used += 1
         return self._packed.tensors[number]

@@ -213,7 +213,7 @@ class LiveState:
             "evaluating": self.modes.evaluating(),
             "attributes": self.attributes.changed(),
             **({"other_attributes": others} if (others := self.attributes.others.values()) else {}),
-            "trained": self.parameters.trained(),
+            "trained": [name for name, p in parameters.items() if p.requires_grad],
             "buffers": Bare(buffers.named),
             "aliases": buffers.aliases,
             "left_out": buffers.left_out,

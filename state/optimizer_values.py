@@ -167,6 +167,12 @@ class OptimizerValues:
     def _require_apart(self, names: dict[int, str]) -> None:
         """Raise CannotKeep if two tensors of the state share a memory, or one shares that of a
         parameter: they would come back apart."""
+        every = {id(value): value for value in self._model.parameters()} | {
+            id(value): value for entry in self._optimizer.state.values()
+            for _, value in _tensors_in(entry)}
+        memories = [at for at in map(_memory, every.values()) if at]
+        if len(memories) == len(set(memories)):
+            return  # the usual case, without the places
         tensors: list[tuple[str, torch.Tensor]] = [
             (f"parameter {name}", p) for name, p in named_parameters(self._model).items()]
         tensors += [(f"optimizer.state[{names.get(id(key), key)}]{place}", value)

@@ -28,9 +28,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -48,12 +50,12 @@ from elastic_trainer.state.device_copies import (
     HostMemory,
     Pin,
     Streams,
-    copy_range,
+    Targets,
     devices_of,
     new_memory,
     pin,
 )
-from elastic_trainer.state.layout import Packed, named_tensors
+from elastic_trainer.state.layout import Packed
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.store import Store
 
@@ -68,6 +70,9 @@ class SnapshotMemory:
         """Room for the next share, made beside the training."""
         self._is_awaited = threading.Event()
         self._streams = Streams()
+        self._targets: list[Targets] = []
+        self._layout: Any = None
+        """Of the tensors for which these are."""
 
     def prepare(self, state: LiveState, size: int) -> None:
         """Make room for the next share beside the training, in a world of this size.
@@ -98,36 +103,51 @@ class SnapshotMemory:
 
         A device may still copy parameters and optimizer when this returns (`share.copying`).
         """
-        cuts = range(0, packed.payload_bytes, self.part_bytes)
+        total = packed.payload_bytes
+        cuts = range(0, total, self.part_bytes)
         share.header, share.total_bytes, share.count = (
-            packed.header, packed.payload_bytes, len(cuts))
+            packed.header, total, len(cuts))
         devices = devices_of(packed.tensors)
-        self._make_room(self.share_bytes(packed.payload_bytes, size), bool(devices))
+        self._make_room(self.share_bytes(total, size), bool(devices))
         mine = list(enumerate(cuts))[rank::size]
         for (index, start), room in zip(mine, self.room.pieces, strict=False):
-            share.pieces[index] = room[: min(self.part_bytes, packed.payload_bytes - start)]
+            share.pieces[index] = room[: min(self.part_bytes, total - start)]
         share.parts = len(share.pieces)
 
-        def start_copies(is_meant: Callable[[int], bool] = lambda number: True) -> None:
-            for index, piece in share.pieces.items():
-                start = index * self.part_bytes
-                copy_range(packed, start, start + piece.numel(), piece, is_meant)
-
+        first, last = self._targets_of(packed, share.pieces)
         if not devices:
-            start_copies()
+            first.start(packed.tensors)
+            last.start(packed.tensors)
             return
-        # A forward pass may change buffers, and the user's code what it has registered: these are
-        # copied first, and what the devices are given next comes after that.
-        stay = changed_in_apply(packed.header)
-        self._streams.copy(
-            packed, lambda: start_copies(lambda number: number not in stay)).hold_writes()
-        share.copying = self._streams.copy(packed, lambda: start_copies(stay.__contains__))
+        (before := self._streams.copy(packed.tensors, first)).hold_writes()
+        share.copying = self._streams.copy(packed.tensors, last)
+        share.copying.targets += before.targets
+
+    def _targets_of(self, packed: Packed, pieces: Mapping[int, torch.Tensor]) -> list[Targets]:
+        """Return where tensors belong: those that are copied first, and the others.
+
+        A forward pass may change buffers, and the user's code what it has registered: these are
+        copied first, and what the devices are given next comes after that.
+        """
+        tensors = packed.tensors
+        layout = [list(pieces), packed.places, *([*map(fact, tensors)] for fact in LAYOUT)]
+        if not self._targets or layout != self._layout:
+            stay = changed_in_apply(packed.places)
+            others = set(range(len(tensors))) - stay
+            starts = {index * self.part_bytes: piece for index, piece in pieces.items()}
+            self._targets = [Targets(packed, starts, numbers, self._small_memory)
+                             for numbers in (others, stay)]
+            self._layout = layout
+        return self._targets
+
+    def _small_memory(self, size: int) -> torch.Tensor:
+        return new_memory(size, size, not self.room.not_pinned, self._pin).pieces[0]
 
     def _make_room(self, need: int, is_pinned: bool) -> None:
         coming, self.coming = self.coming, None
         if _fits(self.room, need):
             return
-        self.room = HostMemory()  # never the old and the new one at once
+        self.room, self._targets = HostMemory(), []  # never the old and the new one at once
         if coming:
             self._is_awaited.set()
             with suppress(Exception):  # what went wrong there goes wrong here
@@ -152,11 +172,16 @@ def _fits(room: HostMemory, need: int) -> bool:
     return need <= room.bytes <= 2 * need
 
 
-def changed_in_apply(header: bytes) -> set[int]:
+LAYOUT = (attrgetter("dtype"), attrgetter("shape"), attrgetter("device"),
+          torch.Tensor.is_contiguous)
+"""What of a tensor decides where its bytes belong, and how they are copied."""
+
+
+def changed_in_apply(places: Sequence[str]) -> set[int]:
     """Return the numbers of the tensors that nothing but `apply` changes: of parameters and of the
     optimizer's state."""
-    return {number for number, tensor in enumerate(named_tensors(header))
-            if tensor["name"].startswith(("parameters/", "optimizer/state/"))}
+    return {number for number, place in enumerate(places)
+            if place.startswith(("/parameters/", "/optimizer/state/"))}
 
 
 SLOWEST = 1 << 20

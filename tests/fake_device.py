@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from elastic_trainer.state.layout import Packed
 from elastic_trainer.state.live_state import LiveState
@@ -35,6 +35,8 @@ class FakeDevice:
         """The bytes of each new tensor on the device."""
         self.waits: list[str] = []
         """Who has waited: "host", or "kernels" (the stream on which kernels run)."""
+        self.calls = 0
+        """How often the host has started copies to it; many in one call count once."""
         self.error: RuntimeError | None = None
         """What it raises from now on."""
         self._now = threading.local()
@@ -75,7 +77,7 @@ def fake_device() -> FakeDevice:
     if not hasattr(torch, NAME):
         setattr(torch, NAME, FakeDevice())
     device: FakeDevice = getattr(torch, NAME)
-    device.error = None
+    device.error, device.calls = None, 0
     for noted in (device.left, device.made, device.waits):
         noted.clear()  # type: ignore[attr-defined]
     return device
@@ -141,13 +143,27 @@ class DeviceTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        device = next(arg.on for arg in args if isinstance(arg, cls))
+        device = next(arg.on for arg in tree_leaves(args) if isinstance(arg, cls))
         inner = tree_map(lambda arg: arg.inner if isinstance(arg, cls) else arg, args)
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name == "_foreach_copy_":
+            device.calls += 1
+            for target, source in zip(*args[:2], strict=True):
+                if isinstance(source, cls):
+                    device_copy(device, target, source.inner, *args[2:])
+                else:
+                    target.copy_(source)
+            return None
+        if name == "cat" and device.started:  # a kernel on the stream for copies
+            made = torch.empty(sum(one.shape[0] for one in inner[0]), dtype=inner[0][0].dtype)
+            device.made.append(made.nbytes)
+            device.started.waiting.append(lambda: made.copy_(torch.cat(inner[0])))
+            return cls(made, device)
         if name == "_to_copy":
             device.left.append(inner[0].nbytes)
             return func(*inner, **kwargs)
         if name == "copy_" and not isinstance(args[0], cls):
+            device.calls += 1
             return device_copy(device, args[0], inner[1], *args[2:])
         if name == "clone":
             device.made.append(inner[0].nbytes)

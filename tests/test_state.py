@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 from pathlib import Path
@@ -185,3 +186,23 @@ def test_refuses_a_name_when_it_leaves_the_store(tmp_path: Path, name: str) -> N
     """A name from a manifest never escapes the store's folder."""
     with pytest.raises(ValueError, match="no name"):
         FolderStore(tmp_path).get(name)
+
+
+def test_the_state_has_an_attribute_that_was_changed_after_the_vote() -> None:
+    """Also when no module had a changed one at the step's begin."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), drop := torch.nn.Dropout(0.5))
+    state = LiveState(model, torch.optim.SGD(model.parameters(), 0.1))
+    state.begin()
+    assert state.attributes.checksum() == 0
+    state.forget()
+    assert state.values()["attributes"] == {}
+    drop.p = 0.25
+    assert state.values()["attributes"] == {"1.p": 0.25}
+    drop.p = 0.5
+    assert state.values()["attributes"] == {}
+
+
+def test_a_header_is_the_text_that_json_writes() -> None:
+    """Records, and workers of other versions, are compared with it."""
+    header = trained().packed().header
+    assert json.dumps(json.loads(header)).encode() == header
