@@ -1,4 +1,5 @@
-"""The time of a step, in some arms: a plain loop, ours, torch's DDP. Prints one JSON line for each.
+"""The time of a step, in some arms: a plain loop, ours, torch's DDP. Prints one JSON line for each
+arm of each round.
 
     python tests/gpu/speed.py --model gpt --arms plain exact [--compile] [--steps 20] [--rounds 3]
     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 … --arms ddp
@@ -6,8 +7,8 @@
 gpt: GPT-124M, batch 32 x 512, bf16 autocast, fused AdamW. resnet: ResNet-50, batch 256, 224 x 224,
 channels_last, bf16 autocast. All arms have the same micro-batches, and the samples are on the
 device. `--tiny` has small models for a CPU. The time is that of all steps after the warm-up
-together, between two waits for the device. The arms take turns, and the least time of all rounds
-counts: other processes make a step longer, and none makes it shorter.
+together, between two waits for the device. The arms take turns. The least time of all rounds is
+the one to take: other processes make a step longer, and none makes it shorter.
 
 `deterministic` is the plain loop with the settings of torch's notes on reproducibility.
 """
@@ -240,20 +241,16 @@ def main() -> None:
     with device:  # a CPU draws the weights of GPT-124M in 3 s
         model, samples, batch = gpt() if options.model == "gpt" else resnet()
     loss_of = loss_by(samples)
-    rounds: dict[str, list[dict[str, float]]] = {arm: [] for arm in options.arms}
     for _ in range(options.rounds):
         for arm in options.arms:
             if (found := measured(arm, copy.deepcopy(model), loss_of, batch)) is not None:
-                rounds[arm].append(found)
+                facts = {"model": options.model, "arm": arm, "compile": options.compile}
+                line = json.dumps(facts | found)
+                print(line, flush=True)
+                if options.out:
+                    with open(options.out, "a") as file:
+                        file.write(line + "\n")
             gc.collect()
-    for arm, figures in rounds.items():
-        if figures:
-            line = json.dumps({"model": options.model, "arm": arm, "compile": options.compile,
-                               **min(figures, key=lambda found: found["step_ms"])})
-            print(line, flush=True)
-            if options.out:
-                with open(options.out, "a") as file:
-                    file.write(line + "\n")
 
 
 main()
