@@ -29,7 +29,7 @@ micro-batch, and a loop in Python over 150 parameters took as long as the kernel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
@@ -91,8 +91,6 @@ class Gradients:
         self._taken = dict[int, tuple[torch.Tensor, int]]()
         """The gradients of this micro-batch that were added to the sums during its backward pass,
         with their versions, by the place among the trained parameters."""
-        self._applied: tuple[torch.Tensor, int, torch.Tensor] | None = None
-        """Of the last step that was applied: a gradient, its version, and its first elements."""
         self.begin()
 
     def lay_out(self, members: Sequence[int], views: list[torch.Tensor]) -> None:
@@ -103,7 +101,7 @@ class Gradients:
                        for parameter, view in zip(self.parameters, views, strict=True)]
         """Which of the trained parameters have fewer bits than their sum: then `.grad` is no view
         of it."""
-        self._by_size = sorted(self.parameters, key=torch.Tensor.numel, reverse=True)
+        self.by_size = sorted(self.parameters, key=torch.Tensor.numel, reverse=True)
         with_view = {id(parameter) for parameter, is_narrow
                      in zip(self.parameters, self.narrow, strict=True) if not is_narrow}
         self._without_view = [p for p in self.everyone if id(p) not in with_view]
@@ -317,27 +315,32 @@ class Gradients:
         _add_all(totals, gradients)
         return used
 
-    # --- after a step ----------------------------------------------------------------------------
 
-    def note_applied(self) -> None:
-        """Note the largest gradient of the step that was applied, while the user's code runs after
-        it."""
-        gradients = (parameter.grad for parameter in self._by_size)
+class AppliedGradient:
+    """The largest gradient of the step that was applied, while the user's code runs after it."""
+
+    def __init__(self) -> None:
+        self._noted: tuple[torch.Tensor, int, torch.Tensor] | None = None
+        """The gradient, its version, and its first elements."""
+
+    def note(self, by_size: Iterable[torch.Tensor]) -> None:
+        """Note the gradient of the largest parameter that has one."""
+        gradients = (parameter.grad for parameter in by_size)
         largest = next((one for one in gradients if one is not None), None)
-        self._applied = None if largest is None else (
+        self._noted = None if largest is None else (
             largest, largest._version, _first(largest).clone())
 
-    def check_applied(self) -> None:
+    def check(self) -> None:
         """Raise RuntimeError if the user's code has clipped the gradient of the step after it.
 
         A backward pass there adds to `.grad`, and zero_grad() clears it: neither does harm.
         Clipping makes no element larger, and keeps its sign. Where there are less than SHRUNK
         elements, a backward pass may do the same by chance, so nothing is raised.
         """
-        applied, self._applied = self._applied, None
-        if applied is None or applied[0]._version == applied[1]:
+        noted, self._noted = self._noted, None
+        if noted is None or noted[0]._version == noted[1]:
             return
-        now, was = _first(applied[0]), applied[2]
+        now, was = _first(noted[0]), noted[2]
         has_shrunk = (now * was > 0) & (now.abs() < was.abs())
         is_as_clipped = has_shrunk | (now == was)
         if int(has_shrunk.sum()) >= SHRUNK and bool(is_as_clipped.all()):

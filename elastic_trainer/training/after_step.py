@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from elastic_trainer.evaluate.best import Best
 from elastic_trainer.evaluate.evaluation import Evaluations
+from elastic_trainer.reduce.gradient_sums import AppliedGradient
 from elastic_trainer.state.layout import unpack
 from elastic_trainer.training.stages import Begun, Finished, PhaseFinished, Stage
 from elastic_trainer.training.work import Work
@@ -57,6 +58,7 @@ class AfterStep:
     def __init__(self, work: Work, steps_due: Callable[[], int], evaluations: Evaluations):
         self.work, self._steps_due = work, steps_due
         self.state, self.gradients = work.state, work.flat.gradients
+        self.applied = AppliedGradient()
         self.evaluations = evaluations
         self.ticks = -1
         """How many phases were finished when the user's code last ran after one; -1: this worker
@@ -102,11 +104,11 @@ class AfterStep:
             if not self.is_running:
                 self._has_handed_over = self.is_running = True
                 self.evaluations.begin(state.committed - 1)
-                self.gradients.note_applied()
+                self.applied.note(self.gradients.by_size)
                 yield (Finished(state.committed - 1) if is_whole
                        else PhaseFinished(state.committed, state.phase - 1))
             yield from self.evaluations.serve()
-            self.gradients.check_applied()
+            self.applied.check()
             if is_whole and not self.is_over():
                 yield Begun(state.committed)
             self.is_running, self.ticks = False, ticks
