@@ -12,7 +12,10 @@ What always holds:
 3. The worker's environment: the variables of this host stay, the driver adds those that the host
    lacks, and the driver has the last word on those of the run (OF_THE_RUN). ELASTIC_TRAINER_AGENT
    names the agent that has started it.
-4. The output of a worker whose driver is gone is read and dropped: a full pipe would stop it in its
+4. SIGTERM ends neither this process nor remote.py: Slurm and systemd may send it to all processes
+   of a task, and it is the worker's to leave after its step. A handler, because a worker would
+   inherit SIG_IGN.
+5. The output of a worker whose driver is gone is read and dropped: a full pipe would stop it in its
    last steps.
 """
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -133,6 +137,7 @@ class Command:
 
 def main(argv: list[str]) -> int:
     """Serve one connection; returns the exit code of the command."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
     settings = json.loads(sys.stdin.readline())
     connection = socket.socket(fileno=int(argv[0]))
     try:

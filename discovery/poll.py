@@ -12,7 +12,7 @@ What always holds:
    the file within two seconds, also while the cloud hangs.
 4. A poller that is killed at any moment has written down what it knows (memory.py) before the list
    that follows from it.
-5. The event log and the table show that AWS refuses machines, until machines come
+5. The event log and the table show that the place refuses machines, until machines come
    (place_protocol.py).
    An unknown state of that delays nothing else.
 6. A full disk or an event log that cannot be written does not end the poller: it prints that on
@@ -190,8 +190,8 @@ class Poller:
         is_known, self._is_supply_known = self._is_supply_known, not isinstance(supply, str)
         if isinstance(supply, str):
             if is_known:
-                sys.stderr.write(f"discovery: It is unknown now whether AWS refuses machines. The "
-                                 f"last known state stands. {plain_text(supply)}\n")
+                sys.stderr.write(f"discovery: It is unknown now whether the place refuses "
+                                 f"machines. The last known state stands. {plain_text(supply)}\n")
         elif supply is not None:
             self._reported, events = report(supply, self._reported, self.clock())
             for event, facts in events:

@@ -32,8 +32,8 @@ settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
 
-FIRST = ("test_netlab", "test_faults", "test_docs", "test_s3", "test_fleet", "test_ec2",
-         "test_standby", "test_horovod_style_faults", "test_kubernetes_runs")
+FIRST = ("test_netlab", "test_slurm_cluster", "test_faults", "test_docs", "test_s3", "test_fleet",
+         "test_ec2", "test_standby", "test_horovod_style_faults", "test_kubernetes_runs")
 """Files that take minutes. A run in the lab of hosts takes two of the machine's three seats
 (cluster.py), so no more than two of the files beside it have runs of their own."""
 

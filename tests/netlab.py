@@ -77,7 +77,7 @@ for file in ~/.bashrc ~/.bash_profile ~/.profile; do
 done
 ulimit -n 20000
 echo booted; read -r plugged
-[ "$4" = ssh ] || exec sleep infinity
+[ "$4" = ssh ] || { sleep infinity & wait; }   # which reaps orphans, as an init does
 exec "$(command -v sshd || echo /usr/sbin/sshd)" -D -e -f "$lab/ssh/sshd_config" -o PidFile=none
 '''
 

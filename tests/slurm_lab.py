@@ -40,7 +40,6 @@ SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
-SlurmctldParameters={parameters}
 MailProg=/bin/true
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
@@ -85,10 +84,11 @@ class Slurm:
                  grace_s: int = 30, sends_signal: bool = True):
         self.lab, self.folder, self.partitions = lab, folder, partitions
         self.grace_s = grace_s
-        self.parameters = "preempt_send_user_signal" if sends_signal else ""
+        self.sends_signal = sends_signal
+        """A preempted job gets the signal that it has asked for, and not SIGTERM."""
         self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SYSTEM_PATH}
         self.nodes = [node for nodes in partitions.values() for node in nodes]
-        lab.has_agents = False  # a task starts its own
+        lab.has_agents = lab.has_sshd = False  # a task starts its own agent, which needs no ssh
 
     def __enter__(self) -> Slurm:
         (self.folder / "state").mkdir(parents=True)
@@ -115,8 +115,10 @@ class Slurm:
             lines.append(f"PartitionName={name} Nodes={','.join(nodes)} PriorityTier=1{grace}")
         spot = ",".join(self.partitions["spot"])
         lines.append(f"PartitionName=prod Nodes={spot} PriorityTier=10 PreemptMode=OFF")
-        return CONF.format(controller=lab.address(COORDINATOR), folder=self.folder,
-                           parameters=self.parameters) + "\n".join(lines) + "\n"
+        if self.sends_signal:
+            lines.append("SlurmctldParameters=preempt_send_user_signal")
+        return CONF.format(controller=lab.address(COORDINATOR), folder=self.folder) + "".join(
+            f"{line}\n" for line in lines)
 
     def start_node(self, node: str) -> None:
         """Start munged and slurmd on a host that has booted."""
@@ -174,9 +176,42 @@ class Slurm:
 
     def state_of(self, job: str) -> str:
         """Return the state of a job or task, and its exit code."""
+        shown = self._shown(job)
+        return f"{shown.get('JobState', '')} {shown.get('ExitCode', '')}".strip()
+
+    def node_of(self, job: str) -> str:
+        """Return the node on which a job runs."""
+        return self._shown(job)["NodeList"]
+
+    def _shown(self, job: str) -> dict[str, str]:
         shown = self.call("scontrol", "--oneliner", "show", "job", job, check=False)
-        words = dict(word.partition("=")[::2] for word in shown.split())
-        return f"{words.get('JobState', '')} {words.get('ExitCode', '')}".strip()
+        return {name: value for name, _, value in (
+            word.partition("=") for word in shown.split())}
+
+    def task_on(self, node: str) -> str:
+        """Return the task that runs on a node, as A_T."""
+        return self.call("squeue", "-h", "--name=train", f"--nodelist={node}", "--format=%i")
+
+    def wait_for_controller(self) -> None:
+        """Wait until slurmctld answers."""
+        wait_for("slurmctld", lambda: "UP" in self.call("scontrol", "ping", check=False))
+
+    def memory_mib(self, node: str) -> float:
+        """Return the memory of all processes of a node's jobs: the sum of their proportional sizes.
+        """
+        told = self.lab.inside(node, "sh", "-c", "cd /proc; for file in $(grep -lzE '^SLURM_JOB_ID="
+                               "' [0-9]*/environ 2>/dev/null); do grep '^Pss:' "
+                               "${file%/*}/smaps_rollup 2>/dev/null; done; true")
+        return sum(int(line.split()[1]) for line in told.splitlines()) / 1024
+
+    def terminate_all(self, node: str) -> int:
+        """Send SIGTERM to the batch script of a task, to the agent, to workers and to all that they
+        have started; return how many processes got it."""
+        seen = self.lab.inside(node, "sh", "-c", "grep -lzE '^(SLURM_JOB_ID|ELASTIC_TRAINER_WORKER)"
+                               "=' /proc/[0-9]*/environ 2>/dev/null; true").split()
+        pids = [path.split("/")[2] for path in seen]
+        self.lab.inside(node, "sh", "-c", f"kill -TERM {' '.join(pids)} 2>/dev/null; true")
+        return len(pids)
 
 
 class SlurmFleet(Fleet):
@@ -193,15 +228,23 @@ class SlurmFleet(Fleet):
         self.coordinator = ""
         self.hosts_file = self.run_dir / "slurm" / "hosts"
 
+    def wait_for_world(self, size: int, after: int = 0, deadline_s: float = 150.0) -> int:
+        """Wait until a generation of this size has started after generation `after`; returns its
+        number."""
+        return int(self.wait_for(f"world of {size}", lambda: [
+            e["generation"] for e in self.events("worker.generation_started")
+            if e["size"] == size and e["generation"] > after], deadline_s)[-1])
+
     def start(self) -> None:
         """Submit the run, or resume it."""
         said = self.submit(*self.tasks, "--", *self.launcher, "--", *self.job_command)
         self.coordinator = said.partition("coordinator: job ")[2].partition(",")[0]
 
-    def submit(self, *arguments: str) -> str:
+    def submit(self, *arguments: str, check: bool = True) -> str:
         """Call submit.sh on the login node; returns what it printed."""
         return self.slurm.call(ROOT / "deploy" / "slurm" / "submit.sh", "train", *arguments,
-                               cwd=self.folder, COORDINATOR="--partition=cpu", **self.env)
+                               cwd=self.folder, check=check, COORDINATOR="--partition=cpu",
+                               **self.env)
 
     def wait(self, deadline_s: float = 150.0) -> int:
         """Wait until the coordinator's job has ended; returns its exit code."""
@@ -215,6 +258,13 @@ class SlurmFleet(Fleet):
     def end(self) -> None:
         """Cancel whatever of the run is still there."""
         self.slurm.call("scancel", "--name=train,train.coordinator", check=False)
+
+    def signal_worker(self, host: str, number: int) -> int:
+        """Send a signal to the worker on a host; returns its pid there."""
+        pid = [e["pid"] for e in self.events("driver.worker_ready")
+               if e["worker"].startswith(f"{host}/")][-1]
+        self.lab.inside(host.partition("-")[0], "kill", f"-{number}", str(pid))
+        return int(pid)
 
     def hosts(self) -> list[str]:
         """Return the names of the hosts that the poller lists now."""

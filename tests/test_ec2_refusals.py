@@ -359,7 +359,7 @@ def test_a_refusal_is_in_the_event_log_the_table_and_watch_until_machines_come(
     (event,) = story.refusals()
     assert event["quotas"] == ["L-34B43A08"] and (event["machines"], event["wanted"]) == (0, 4)
     shown = story.shown(capsys)
-    for sentence in ("0 of 4 machines run. AWS refuses more:", "MaxSpotInstanceCountExceeded",
+    for sentence in ("0 of 4 machines run. More are refused:", "MaxSpotInstanceCountExceeded",
                      "All Standard (A, C, D, H, I, M, R, T, Z) Spot Instance Requests",
                      "L-34B43A08"):
         assert sentence in shown
@@ -370,7 +370,7 @@ def test_a_refusal_is_in_the_event_log_the_table_and_watch_until_machines_come(
     shown_by = Watch("mine", console)
     shown_by.status = status
     console.print(shown_by.picture())
-    assert console.export_text().count("AWS refuses machines (0 of 4 run)") == 2
+    assert console.export_text().count("machines are refused (0 of 4 run)") == 2
     assert story.polled(supply(there=4), times=5) == ["launch_refused", "launch_refusal_ended"]
     status = status_of([event, story.refusals()[-1]], "mine")
     assert "refuses" not in plain_line(status) and "4 of 4" in status.recent[-1]

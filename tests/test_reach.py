@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cluster import is_running
 from waiting import until, wait_for
@@ -142,6 +143,25 @@ def test_a_worker_ends_by_sigterm_or_is_killed_with_its_children(key: Path) -> N
         one.stop(True, 0)
         assert one.wait() == -signal.SIGKILL
         wait_for("the child's end", lambda: not is_running(int(child)))
+
+
+def test_sigterm_to_all_processes_of_a_host_is_the_workers_to_obey(key: Path) -> None:
+    """Slurm sends it to all that a task has started. The processes between driver and worker stay,
+    so the driver sees the exit that the worker chooses."""
+    with agent(key) as there:
+        output = io.StringIO()
+        code = (PRINTS_PID + "import signal, sys, time; "
+                "signal.signal(15, lambda *_: (print('asked', flush=True), time.sleep(0.5), "
+                "sys.exit(75))); time.sleep(1000)")
+        one = worker(there, [sys.executable, "-c", code], output)
+        pid = pid_in(output)
+        between = [pid]
+        while there.process.pid != (parent := psutil.Process(between[-1]).ppid()):
+            between.append(parent)
+        assert len(between) == 3  # the worker, remote.py, far_side.py
+        for process in reversed(between):
+            os.kill(process, signal.SIGTERM)
+        assert one.wait() == 75
 
 
 def test_a_worker_ends_when_its_driver_is_gone_and_lives_on_when_its_agent_is(key: Path) -> None:

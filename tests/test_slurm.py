@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -211,9 +212,10 @@ def squeue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], N
 
 
 def of_this_user(name: str) -> str:
-    """Return a recorded answer as if this user had submitted its jobs."""
+    """Return a recorded answer as if this user had submitted its jobs, which end in an hour."""
     answer = recorded(name)
-    answer["jobs"] = [job | {"user_id": os.getuid()} for job in answer["jobs"]]
+    own = {"user_id": os.getuid(), "end_time": int(time.time()) + 3600}
+    answer["jobs"] = [job | own for job in answer["jobs"]]
     return json.dumps(answer)
 
 

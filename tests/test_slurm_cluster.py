@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import slurm_lab
+from faults import RELEASED, Plan
 from netlab import Lab
 from s3_servers import Unavailable
 from slurm_lab import Slurm, SlurmFleet
@@ -15,6 +16,7 @@ from waiting import wait_for
 
 Twin = Callable[..., str]
 JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
+LONG = ("--steps", "2000", "--step-s", "0.35", "--checkpoint-every", "5")
 THREE = ["h1", "h2", "h3"]
 
 
@@ -27,33 +29,146 @@ def installed() -> None:
         pytest.skip(str(error))
 
 
-def reasons(fleet: SlurmFleet) -> list[str]:
-    """Return why hosts have left the list."""
-    return [e["why"] for e in fleet.events("discovery.host_out")]
+def whys(fleet: SlurmFleet, node: str) -> list[str]:
+    """Return why hosts on a node have left the list."""
+    return [e["why"] for e in fleet.events("discovery.host_out") if e["host"].startswith(node)]
+
+
+def nothing_lost(fleet: SlurmFleet) -> bool:
+    """True while no worker was lost and no step was done again."""
+    return not fleet.lost() and not fleet.events("worker.step_redone")
 
 
 def test_slurm_preempts_requeues_and_loses_a_node(lab: Lab, tmp_path: Path,
                                                   twin_of: Twin) -> None:
-    """A preempted task leaves in its grace with nothing lost, is requeued, and joins again. A node
-    without power costs the step in flight. The coordinator is a job, and its end ends the tasks."""
+    """A preempted task leaves in its grace with nothing lost, is requeued, and joins again under
+    another name. A node without power costs the step in flight. The coordinator is a job, and its
+    end ends the tasks. A partition that is not there is one sentence, and nothing is submitted."""
     cluster = {"spot": THREE, "cpu": ["h9"]}
-    with Slurm(lab, tmp_path / "slurm", cluster) as slurm, SlurmFleet(
-            slurm, tmp_path / "fleet", tasks=["--array=0-2", "--partition=spot"], job=JOB) as fleet:
-        generation = fleet.wait_for_world(3)
-        first = fleet.hosts()
-        fleet.wait_for_step(3)
-        taken = slurm.preempt("h1")
-        generation = fleet.wait_for_world(2, after=generation)
-        generation = fleet.wait_for_world(3, after=generation)
-        assert slurm.state_of(taken) == "COMPLETED 0:0"
-        assert len(set(fleet.hosts()) - set(first)) == 1, fleet.hosts()
-        assert not fleet.lost() and not fleet.events("worker.step_redone"), fleet.story()
-        fleet.wait_for_step(fleet.newest_step() + 2)
-        lab.power_cut("h3")
-        fleet.wait_for_world(2, after=generation)
-        assert fleet.finish() == 0
-        result = fleet.assert_nothing_lost(twin_of(*JOB), victims=1)
-        wait_for("end of all tasks", lambda: not slurm.call("squeue", "-h", "-n", "train"))
-        print(reasons(fleet), fleet.story())
+    with Slurm(lab, tmp_path / "slurm", cluster) as slurm:
+        fleet = SlurmFleet(slurm, tmp_path / "fleet", tasks=["--array=0-2", "--partition=spot"],
+                           job=JOB)
+        refused = fleet.submit("--array=0-2", "--partition=sopt", "--", "true", check=False)
+        assert refused == ("submit: Slurm refuses it: Invalid partition name specified. "
+                           "List the partitions: sinfo -s")
+        assert not slurm.call("squeue", "-h")
+        with fleet:
+            generation = fleet.wait_for_world(3)
+            first = fleet.hosts()
+            fleet.wait_for_step(3)
+            taken = slurm.preempt("h1")
+            generation = fleet.wait_for_world(2, after=generation)
+            generation = fleet.wait_for_world(3, after=generation)
+            assert slurm.state_of(taken) == "COMPLETED 0:0"
+            assert len(set(fleet.hosts()) - set(first)) == 1, fleet.hosts()
+            assert nothing_lost(fleet), fleet.story()
+            fleet.wait_for_step(fleet.newest_step() + 2)
+            lab.power_cut("h3")
+            fleet.wait_for_world(2, after=generation)
+            assert fleet.finish() == 0
+            result = fleet.assert_nothing_lost(twin_of(*JOB), victims=1)
+            wait_for("end of all tasks", lambda: not slurm.call("squeue", "-h", "-n", "train"))
+            print(fleet.story())
     assert result["attempts"] == 1
     assert result["steps_redone"] <= 1
+
+
+@pytest.mark.long
+def test_slurm_ends_tasks_at_their_time_limit_and_slurmctld_is_away(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+    """A second array joins a run. Its task leaves before its time limit, is requeued and comes
+    back; so does a task that a user requeues by hand. Nothing happens while slurmctld is down for
+    a minute. No step is lost."""
+    cluster = {"spot": ["h1", "h2"], "short": ["h3"], "cpu": ["h9"]}
+    with Slurm(lab, tmp_path / "slurm", cluster) as slurm, SlurmFleet(
+            slurm, tmp_path / "fleet", tasks=["--array=0-1", "--partition=spot"],
+            job=LONG) as fleet:
+        generation = fleet.wait_for_world(2)
+        fleet.submit("--array=0", "--partition=short", "--time=3")
+        generation = fleet.wait_for_world(3, after=generation)
+        generation = fleet.wait_for_world(2, after=generation, deadline_s=300)
+        assert whys(fleet, "h3")[0].startswith(("notice: its time limit is near, taken at",
+                                                "Slurm ends its task")), fleet.story()
+        generation = fleet.wait_for_world(3, after=generation)
+        slurm.stop_controller()
+        fleet.wait_for("failures", lambda: [
+            e for e in fleet.events("discovery.cloud_unavailable") if e["failures"] == 4],
+            deadline_s=300)
+        fleet.wait_for_step(fleet.newest_step() + 2)
+        assert len(fleet.hosts()) == 3 and len(fleet.events("worker.generation_started")) == (
+            generation), fleet.story()
+        slurm.start_controller()
+        slurm.wait_for_controller()
+        slurm.call("scontrol", "requeue", slurm.task_on("h2"))
+        generation = fleet.wait_for_world(2, after=generation, deadline_s=300)
+        fleet.wait_for_world(3, after=generation, deadline_s=300)
+        assert nothing_lost(fleet), fleet.story()
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*LONG), victims=0)
+        print(fleet.story())
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+@pytest.mark.long
+def test_slurm_restarts_the_coordinator_when_its_node_is_lost(lab: Lab, tmp_path: Path,
+                                                              twin_of: Twin) -> None:
+    """Slurm requeues the coordinator's job on another node, and the next attempt resumes. A
+    preemption of which Slurm tells the job nothing is seen in squeue, and is a notice, too."""
+    cluster = {"spot": THREE, "cpu": ["h8", "h9"]}
+    with Slurm(lab, tmp_path / "slurm", cluster, sends_signal=False) as slurm, SlurmFleet(
+            slurm, tmp_path / "fleet", tasks=["--array=0-2", "--partition=spot"],
+            job=LONG) as fleet:
+        generation = fleet.wait_for_world(3)
+        fleet.wait_for_step(6)
+        slurm.preempt("h1")
+        generation = fleet.wait_for_world(2, after=generation)
+        assert whys(fleet, "h1")[0].startswith("notice: preempted by another job, taken at")
+        fleet.wait_for_world(3, after=generation)
+        assert nothing_lost(fleet), fleet.story()
+        lab.power_cut(slurm.node_of(fleet.coordinator))
+        fleet.wait_for("second attempt", lambda: [
+            e for e in fleet.events("state.checkpoint_restored") if e["attempt"] == 2],
+            deadline_s=300)
+        fleet.wait_for_step(fleet.newest_step() + 2)
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*LONG), victims=0)
+        print(fleet.story())
+    assert (result["attempts"], result["steps_redone"]) == (2, 0)
+
+
+@pytest.mark.long
+def test_slurm_sigterm_alone_is_a_notice_at_any_moment(lab: Lab, tmp_path: Path,
+                                                       twin_of: Twin) -> None:
+    """All processes of a task get it, as Slurm sends it where it tracks them by cgroups: the batch
+    script, the agent, the worker and its loader processes. In an evaluation the worker leaves after
+    the step, in its warm-up it ends and nobody misses it. The task is not requeued by us."""
+    job = ("--steps", "400", "--step-s", "0.05", "--checkpoint-every", "5", "--iterator",
+           "--evaluate", "--loader", "2")
+    plan = Plan().add("hold", at="evaluate", step=9).add("hang", at="boot", after=1)
+    cluster = {"spot": THREE, "cpu": ["h9"]}
+    with Slurm(lab, tmp_path / "slurm", cluster) as slurm, SlurmFleet(
+            slurm, tmp_path / "fleet", tasks=["--array=0-2", "--partition=spot"], job=job,
+            plan=plan) as fleet:
+        generation = fleet.wait_for_world(3)
+        fleet.wait_until_fired(1)
+        node = fleet.fired()[0]["host"].partition("-")[0]
+        task = slurm.task_on(node)
+        assert slurm.terminate_all(node) >= 5, fleet.story()
+        (fleet.folder / RELEASED).touch()
+        generation = fleet.wait_for_world(2, after=generation)
+        wait_for("end of the task", lambda: slurm.state_of(task).startswith("COMPLETED"))
+        fleet.submit("--array=0", "--partition=spot")
+        fleet.wait_until_fired(2)
+        booting = fleet.fired()[1]["host"].partition("-")[0]
+        slurm.terminate_all(booting)
+        wait_for("its end", lambda: any(e["host"].startswith(booting) and e["reason"] != "left"
+                                        for e in fleet.events("driver.worker_gone")))
+        assert len(fleet.events("worker.generation_started")) == generation, fleet.story()
+        slurm.wait_until_idle(booting)
+        fleet.submit("--array=0", "--partition=spot")
+        fleet.wait_for_world(3, after=generation)
+        assert nothing_lost(fleet), fleet.story()
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*job), victims=0)
+        print(fleet.story())
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)

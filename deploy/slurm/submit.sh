@@ -2,6 +2,8 @@
 # deploy/slurm/submit.sh NAME --array=0-7 [sbatch options] -- [launcher options --] COMMAND
 # deploy/slurm/submit.sh NAME --array=0-3 [sbatch options]      more tasks for a run that runs
 #
+# Options of sbatch are e.g. --partition=gpu --gres=gpu:4 --time=12:00:00 --account=mine.
+#
 # Submits a run, from a folder on a file system that all nodes share: a job array of hosts
 # (train.sbatch) and its coordinator (coordinator.sbatch). COORDINATOR has options of sbatch for the
 # coordinator, e.g. COORDINATOR='--partition=cpu --time=7-0'.
@@ -22,7 +24,7 @@ name=${1-}
 shift
 options=()
 while (($#)) && [[ $1 != -- ]]; do options+=("$1"); shift; done
-[[ " ${options[*]-} " =~ \ (--array=|-a) ]] || die "--array is missing. $usage"
+[[ " ${options[*]-} " =~ \ (--array[= ]|-a) ]] || die "--array is missing. $usage"
 (($# < 1)) || shift
 [[ ${1--} == -* ]] || set -- -- "$@"   # a command without options of the launcher
 
@@ -42,10 +44,10 @@ if [[ ! -s $folder/key ]]; then
     (umask 077; od -An -N32 -v -tx1 /dev/urandom | tr -d ' \n' >"$folder/key")
 fi
 
-hosts=(--job-name="$name" --output="$folder/%A_%a.out" "${options[@]}"
+hosts=(--output="$folder/%A_%a.out" "${options[@]}" --job-name="$name"
     "$root/deploy/slurm/train.sbatch" "$root" "$folder")
 read -ra more <<<"${COORDINATOR-}"
-coordinator=(--job-name="$name.coordinator" --output="$folder/coordinator.out" "${more[@]}"
+coordinator=(--output="$folder/coordinator.out" "${more[@]}" --job-name="$name.coordinator"
     "$root/deploy/slurm/coordinator.sbatch" "$root" "$name" "$@")
 accepted() {
     local said remedy='Correct the option, and submit again.'

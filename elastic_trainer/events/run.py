@@ -142,7 +142,7 @@ class Run:
     """Workers of the newest world of this attempt; 0: it has had none."""
     fleet: Fleet = field(default_factory=Fleet)
     refusal: str = ""
-    """Why AWS refuses machines, while it does."""
+    """Why machines are refused, while they are."""
     checkpoints: list[Checkpoint] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
     sizes: list[tuple[float, int]] = field(default_factory=list)

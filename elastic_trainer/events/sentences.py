@@ -191,10 +191,10 @@ def settings_differ(facts: Facts) -> str:
 
 
 def launch_refused(facts: Facts) -> str:
-    """Describe why AWS refuses machines, and what to do."""
+    """Describe why the place refuses machines, and what to do."""
     return f"{refusal(facts)}. {plain(facts['remedy'])}"
 
 
 def refusal(facts: Facts) -> str:
     running = f"{facts['machines']} of {facts['wanted']} run"
-    return plain(f"AWS refuses machines ({running}): {facts['says']} ({facts['code']})")
+    return plain(f"machines are refused ({running}): {facts['says']} ({facts['code']})")

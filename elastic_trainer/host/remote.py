@@ -74,6 +74,7 @@ class Messages:
 
 def main() -> int:
     """Run one worker; returns its exit code as a shell does."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # for all processes of a host: the worker's
     messages = Messages(sys.stdin.fileno())
     first = messages.next(FIRST_S)
     if not first:

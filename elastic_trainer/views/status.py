@@ -58,7 +58,7 @@ class Status:
     """(time, samples) of the last steps."""
     workers: Mapping[str, LiveWorker] = field(default_factory=dict)
     refusal: str = ""
-    """Why AWS refuses machines, while it does."""
+    """Why machines are refused, while they are."""
     listed: frozenset[str] = frozenset()
     """The hosts that the discovery lists."""
     noticed: frozenset[str] = frozenset()

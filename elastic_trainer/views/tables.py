@@ -227,11 +227,11 @@ def remarks(fleet: Mapping[str, Any], age_s: float) -> list[str]:
 
 
 def lacking(supply: Mapping[str, Any] | None) -> list[str]:
-    """Return how many machines are missing, why AWS refuses them, and the remedy."""
+    """Return how many machines are missing, why they are refused, and the remedy."""
     if not supply or supply["there"] >= supply["wanted"]:
         return []
     have = f"{supply['there']} of {supply['wanted']} machines run"
     if not (refusal := supply["refusal"]):
         return [f"{have}. AWS has refused none, so the others should start."]
-    return [f"{have}. AWS refuses more: {refusal['says']} ({refusal['code']})",
+    return [f"{have}. More are refused: {refusal['says']} ({refusal['code']})",
             f"  {refusal['remedy']}"]
