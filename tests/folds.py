@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from elastic_trainer.driver.past import Past
-from elastic_trainer.events.run import Run
+from elastic_trainer.events.run import Run, ends_run
 from elastic_trainer.events.schema import flaw
 from elastic_trainer.views.status import Status
 from elastic_trainer.views.status import status_of as status_of_run
@@ -30,10 +30,12 @@ def status_of(events: Iterable[dict[str, Any]], name: str = "") -> Status:
 
 def host_seconds(events: Iterable[dict[str, Any]]) -> float:
     """Return the seconds of all hosts of a finished log together: of each while it is listed, or
-    has a worker. Between two attempts a host is there if the next one lists it."""
+    has a worker. Between two attempts a host is there if the next one lists it. A poller's events
+    between a run's end and its next start say nothing of that time."""
     listed, doubtful = dict[str, float](), dict[str, tuple[float, float]]()
     workers, total, now, last = dict[str, str](), 0.0, 0.0, 0.0
     since = dict[str, float]()
+    is_over = False
 
     def settle() -> None:
         nonlocal total
@@ -44,7 +46,9 @@ def host_seconds(events: Iterable[dict[str, Any]]) -> float:
             since.setdefault(host, now)
 
     for event in events:
-        last, now = now, max(now, event["time"])
+        last, now = last if is_over else now, max(now, event["time"])
+        is_over = ends_run(event) or is_over and event["event"] != "run.started"
+        last = now if ends_run(event) else last
         match event["event"]:
             case "run.started" | "attempt.started":
                 at = last if event["event"] == "run.started" else now

@@ -6,6 +6,7 @@
     elastic-trainer run [horovodrun options] -- python my_train.py …
     elastic-trainer run --config run.toml [--set training.lr=0.1] -- python my_train.py …
     elastic-trainer replay --storm rough|--trace FILE [options] -- python my_train.py …
+    elastic-trainer ray --run NAME --workers 1:8 [options] -- python my_train.py …
     elastic-trainer verify|watch|report runs/NAME|s3://BUCKET/NAME
     elastic-trainer report runs/NAME --svg run.svg
     elastic-trainer checkpoints ls|show|verify|prune|export URL
@@ -37,6 +38,7 @@ COMMANDS = {
                                   "run"),
     "run": ("commands.run", "train: the demo, or your own script after --"),
     "replay": ("commands.replay", "rehearse a spot fleet on local hosts: your script after --"),
+    "ray": ("ray.command", "train on a Ray cluster: your script after --"),
     "verify": ("commands.verify", "prove from the event log that no sample was lost or repeated"),
     "watch": ("commands.watch", "show the progress of a run"),
     "report": ("commands.report", "show the summary of a run"),

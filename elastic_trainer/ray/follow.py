@@ -1,0 +1,173 @@
+"""Connects to Ray, starts a run's coordinator there or finds it, and follows it to its end.
+
+submit → here (`own.py elastic_trainer.ray.follow`, the job on stdin) → coordinator's actor
+
+It is a process apart from `submit`: Ray ends each process that has lost its GCS for a minute, and
+`submit` starts another one. Its own exit code tells `submit` nothing but that; the run's exit code
+goes through a pipe, the descriptor that is this process's only argument.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray._private import state as ray_state
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.ray.coordinator import EXIT_BAD_JOB, Coordinator
+from elastic_trainer.ray.job import (
+    CONNECTED,
+    NAMESPACE,
+    Job,
+    refusal_of,
+    require_room,
+    require_same,
+)
+from elastic_trainer.wire.plain import plain_text
+
+LOOK_S = 1.0
+PROBE_S = 5.0
+CONNECT_S = 90.0
+ANSWER_S = 30.0
+HEAD = "node:__internal_head__"
+"""Ray's resource of the head's node, which is seldom a spot machine. Without it there is no Ray."""
+LOST_S = 60.0
+"""The time without an answer after which another process connects anew: a head that was restarted
+knows nothing of this one."""
+WAITS_S = 60.0
+"""The interval in which it is said that no worker has a node."""
+
+
+def main() -> int:
+    """Follow the run to its end, and tell its exit code."""
+    told = json.load(sys.stdin)
+    job, tells = Job.from_json(told["job"]), int(sys.argv[1])
+    code: int | None
+    try:
+        try:
+            connect(told["address"])
+        except ConfigError:
+            if told["again"]:
+                return 0  # the head is still away
+            raise
+        actor = find_or_start(job, told["waits"])
+        os.write(tells, f"{CONNECTED}\n".encode())
+        code = follow(job, actor)
+    except ConfigError as error:
+        say(str(error))
+        code = EXIT_BAD_JOB
+    if code is not None:
+        os.write(tells, f"{code}\n".encode())
+    return 0
+
+
+def connect(address: str) -> None:
+    """Connect to the cluster. Raises ConfigError."""
+    where = address or os.environ.get("RAY_ADDRESS", "") or "auto"
+    is_over = threading.Event()
+    # Ray asks an address where nothing answers for minutes.
+    threading.Thread(target=_give_up, args=(where, is_over), daemon=True).start()
+    try:
+        if found := re.fullmatch(r"([A-Za-z0-9._-]+):([0-9]{1,5})", where):
+            socket.create_connection((found[1], int(found[2])), PROBE_S).close()
+        ray.init(address=where, namespace=NAMESPACE, logging_level="ERROR")
+    except (OSError, RuntimeError, ValueError, RaySystemError) as error:
+        raise ConfigError(refusal_of(where, plain_text(str(error)), ray.__version__)) from error
+    finally:
+        is_over.set()
+
+
+def _give_up(where: str, is_over: threading.Event) -> None:
+    """End this process if Ray has not connected in time."""
+    if not is_over.wait(CONNECT_S):
+        say(refusal_of(where, f"no connection in {CONNECT_S:.0f} s", ray.__version__))
+        os._exit(1)
+
+
+def find_or_start(job: Job, waits: bool) -> Any:
+    """Return the actor of the run's coordinator. Raises ConfigError."""
+    name = f"{job.name}/coordinator"
+    with suppress(ValueError):
+        actor = ray.get_actor(name, NAMESPACE)
+        require_same(job, _state(actor))
+        return actor
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    ever = ray_state.state.get_max_resources_from_cluster_config()
+    require_room(job, [(node["NodeManagerAddress"], node["Resources"]) for node in nodes], ever,
+                 waits)
+    has_head = any(HEAD in node["Resources"] for node in nodes)
+    return ray.remote(Coordinator).options(
+        name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0,
+        max_restarts=-1, resources={HEAD: 0.001} if has_head else None).remote(job.to_json())
+
+
+def follow(job: Job, actor: Any) -> int | None:
+    """Wait for the end of the run; returns its exit code, None if the cluster is lost.
+
+    SIGTERM and SIGINT stop the run.
+    """
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    say(f"The run {job.name} is on Ray. Ctrl-C stops it; the same command resumes it.")
+    said, said_at, answered_at = "", time.monotonic(), time.monotonic()
+    while time.monotonic() - answered_at < LOST_S:
+        if stopping.is_set():
+            with suppress(RayError):
+                ray.get(actor.stop.remote(), timeout=ANSWER_S)
+        state = _state(actor)
+        if state:
+            answered_at = time.monotonic()
+        if state and state["exit_code"] is not None:
+            if state["says"]:
+                say(state["says"])
+            with suppress(RayError):
+                ray.kill(actor, no_restart=True)
+            return int(state["exit_code"])
+        fault = (state or {}).get("faults") or [""]
+        is_waiting = state is not None and not state["agents"]
+        if fault[0] and fault[0] != said:
+            said = fault[0]
+            say(f"Ray cannot run an agent: {said[:600]}")
+        elif is_waiting and time.monotonic() - said_at > WAITS_S:
+            say(f"No node has room for a worker ({dict(job.of_agent())}). The run waits, and Ray's "
+                f"autoscaler knows it; `ray status` shows what it does.")
+            said_at = time.monotonic()
+        time.sleep(LOOK_S)
+    return None
+
+
+def _state(actor: Any) -> dict[str, Any] | None:
+    """Return how the run stands; None: the actor does not answer now. Raises ConfigError."""
+    try:
+        state: dict[str, Any] = ray.get(actor.state.remote(), timeout=ANSWER_S)
+        return state
+    except GetTimeoutError:
+        return None
+    except RayActorError as error:
+        if error.actor_init_failed:
+            raise ConfigError(f"Ray cannot start the coordinator: {str(error)[:600]}. Install "
+                              f"elastic-trainer with its extra `ray` on the nodes.") from error
+        return None  # Ray restarts it
+    except RayError:
+        return None
+
+
+def say(sentence: str) -> None:
+    """Write a sentence to stderr."""
+    print(f"elastic-trainer: {plain_text(sentence)}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Ray on hosts of a lab: a head on the coordinator and a node on each other host, as `ray start`
+makes them. What happens to a host happens to its node.
+
+    with RayLab(folder) as lab, RayFleet(lab, folder, ["h1", "h2"]) as fleet:
+        lab.drain_node("h1", 60)
+
+It needs the package ray (deploy/install.sh --dev installs it from Python 3.11 on) and what
+netlab.py needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from netlab import COORDINATOR, Fleet, Lab
+from s3_servers import Unavailable
+
+PORT = 6379
+RAY = Path(sys.executable).parent / "ray"
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore",
+         "RAY_raylet_start_wait_time_s": "150",  # on a machine whose cores are busy
+         "RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
+
+
+def prepare() -> None:
+    """Raise Unavailable if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise Unavailable("a Ray cluster needs the package ray: pip install ray (79 MB). "
+                          "deploy/install.sh --dev does it from Python 3.11 on")
+
+
+class RayLab(Lab):
+    """A lab whose hosts are Ray's nodes. `seen` has the variables of all processes of Ray's."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder, has_agents=False)
+        self.temp = f"/tmp/ray-lab-{os.getpid()}"
+        Path(self.temp).mkdir(exist_ok=True)
+        self.seen = dict(os.environ)
+
+    def __exit__(self, *reason: object) -> None:
+        super().__exit__(*reason)
+        Path(self.temp).rmdir()  # each host had a file system of its own there
+
+    @property
+    def head(self) -> str:
+        """The address of the head."""
+        return f"{self.address(COORDINATOR)}:{PORT}"
+
+    def start_head(self) -> None:
+        """Start a head with no room for workers. After the first one the host is up already."""
+        if COORDINATOR not in self.hosts:
+            self.boot(COORDINATOR)
+            self._own_folder(COORDINATOR)
+        self.ray(COORDINATOR, "start", "--head", f"--port={PORT}", "--num-cpus=0",
+                 "--include-dashboard=false", "--no-monitor", f"--temp-dir={self.temp}",
+                 *self._of_node(COORDINATOR))
+
+    def add_nodes(self, *names: str) -> None:
+        """Boot hosts, and start a node with one processor on each, all at once."""
+        self.boot(*names)
+        for name in names:
+            self._own_folder(name)
+        self.start_nodes(*names)
+
+    def start_nodes(self, *names: str) -> None:
+        """Start nodes on hosts that are up."""
+        started = [self.start(name, [RAY, "start", f"--address={self.head}", "--num-cpus=1",
+                                     *self._of_node(name)], env=self.seen | QUIET)
+                   for name in names]
+        assert [process.wait(300) for process in started] == [0] * len(names), self.log()
+
+    def drain_node(self, name: str, seconds: int) -> None:
+        """Let Ray drain the node on a host, as an autoscaler does before it takes a machine."""
+        self.ray(COORDINATOR, "drain-node", "--address", self.head, "--node-id",
+                 self.node_id(name), "--reason", "DRAIN_NODE_REASON_PREEMPTION",
+                 "--reason-message", "spot", "--deadline-remaining-seconds", str(seconds))
+
+    def node_id(self, name: str) -> str:
+        """Return the id of the living node on a host."""
+        return next(node["NodeID"] for node in self.nodes()
+                    if node["Alive"] and node["NodeManagerAddress"] == self.address(name))
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """Return what Ray tells of its nodes."""
+        script = ("import json, ray; ray.init(address='" + self.head + "', logging_level='ERROR', "
+                  "log_to_driver=False); print('nodes', json.dumps(ray.nodes()))")
+        told = self.inside_with(COORDINATOR, sys.executable, "-c", script)
+        nodes: list[dict[str, Any]] = json.loads(told.split("nodes ", 1)[1].splitlines()[0])
+        return nodes
+
+    def ray(self, name: str, *arguments: str) -> str:
+        """Run a command of Ray's on a host."""
+        return self.inside_with(name, str(RAY), *arguments)
+
+    def inside_with(self, name: str, *command: str) -> str:
+        """Run a command on a host with the variables of Ray's processes."""
+        told = [f"{key}={value}" for key, value in (self.seen | QUIET).items()]
+        return self.inside(name, "env", "-i", *told, *command)
+
+    def seen_in(self, file: str) -> str:
+        """Return where the content of a file is seen: in Ray's logs, in a command line, or in an
+        environment."""
+        where = f"{self.temp} /proc/[0-9]*/cmdline /proc/[0-9]*/environ"
+        command = (f"test -s {file} && "
+                   f"{{ grep -rlaF -D skip -f {file} {where} 2>/dev/null || true; }}")
+        return "".join(self.inside(name, "sh", "-c", command) for name in self.hosts)
+
+    def log(self) -> str:
+        """Return what the lab's processes have printed last."""
+        return (self.folder / "lab.log").read_text(errors="replace")[-3000:]
+
+    def _own_folder(self, name: str) -> None:
+        """Give a host its own folder of Ray's, which has a file with the node's address."""
+        self.inside(name, "mount", "-t", "tmpfs", "tmpfs", self.temp)
+
+    def _of_node(self, name: str) -> list[str]:
+        return [f"--node-ip-address={self.address(name)}", "--object-store-memory=80000000",
+                "--disable-usage-stats", "--include-log-monitor=false"]
+
+
+class RayFleet(Fleet):
+    """A run that is submitted to the Ray of a lab, from its head, with a worker on each node."""
+
+    def __init__(self, lab: RayLab, folder: Path, nodes: Sequence[str], *,
+                 job: Sequence[str] = ()):
+        super().__init__(lab, folder, names=nodes, job=job)
+        self.lab: RayLab = lab
+        at = self.command.index("--")
+        self.command = [sys.executable, "-m", "elastic_trainer", "ray", "--run", "run",
+                        "--runs-dir", str(folder / "runs"), "--workers", f"1:{len(nodes)}",
+                        "--address", lab.head, *self.command[at:]]
+        self.hosts_file = self.run_dir / "hosts"
+        lab.seen |= self.env
+
+    def start(self) -> None:
+        """Start Ray at the first time, and submit the run."""
+        if COORDINATOR not in self.lab.hosts:
+            self.lab.start_head()
+            self.lab.add_nodes(*self.all_hosts)
+        super().start()
+
+    def host_at(self, name: str) -> str:
+        """Return the newest host of the run on a machine of the lab; "": it has none."""
+        here = [line.split()[0].rpartition(":")[0] for line in self.hosts_file.read_text()
+                .splitlines() if line.split()[1].startswith(f"{self.lab.address(name)}:")]
+        return here[-1] if here else ""
+
+    def story(self) -> str:
+        """Return what a person needs to see when a test fails: with the errors of Ray's actors."""
+        command = f"tail -n 15 {self.lab.temp}/session_latest/logs/worker-*.err"
+        actors = [f"{name}: {self.lab.inside(name, 'sh', '-c', f'{command} || true')}"
+                  for name, host in self.lab.hosts.items() if host.is_up()]
+        return "\n".join([super().story(), *actors])
