@@ -56,8 +56,8 @@ UNAUTHENTICATED = ("DefaultCredentialsError", "RefreshError", "ClientAuthenticat
                    "CredentialUnavailableError")
 MENDED_OUTSIDE = ("Invalid Credentials", "expired")
 """Words of a 401 that new credentials of a role mend after a while. The run does not end."""
-PASSING = (0, 408, 409, 429)
-"""Statuses that a retry may mend, besides 5xx. 0: there was no answer, or it made no sense."""
+PASSING = (0, 200, 408, 409, 429)
+"""Statuses that a retry may mend, besides 5xx. 0, 200: there was no answer, or it made no sense."""
 T = TypeVar("T")
 
 
