@@ -38,16 +38,22 @@ def pauses(fleet: Cluster, changes: list[tuple[str, Callable[[], None]]],
            back: Callable[[], None]) -> Iterator[tuple[str, float]]:
     """Make each change, let the fleet be whole again, and yield the pauses of both."""
     seen = wait_for_world(fleet, 4, 0.0)
+    fleet.wait_for_step(0)
     for name, change in changes:
         fleet.wait_for_step(int(fleet.events("worker.step_committed")[-1]["step"]) + 8)
         changed_at = time.time()
         change()
         seen = wait_for_world(fleet, 3, seen)
-        yield name, pause(fleet, changed_at)
+        yield name, print_pause(name, pause(fleet, changed_at))
         back_at = time.time()
         back()
         seen = wait_for_world(fleet, 4, seen)
-        yield "join", pause(fleet, back_at)
+        yield "join", print_pause("join", pause(fleet, back_at))
+
+
+def print_pause(name: str, seconds: float) -> float:
+    print(f"{name}: a pause of {seconds:.3f} s", flush=True)
+    return seconds
 
 
 def wait_for_world(fleet: Cluster, size: int, after: float) -> float:
@@ -101,8 +107,6 @@ def memory(fleet: PodFleet) -> dict[str, float]:
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     found, sizes = on_pods(folder / "pods", options.turns)
     beside = local(folder / "local", options.turns)
-    for name, seconds in found + [(f"local {name}", seconds) for name, seconds in beside]:
-        print(f"{name}: a pause of {seconds:.3f} s", flush=True)
     figures: dict[str, Any] = {}
     for name in ("drain", "loss", "join"):
         ours, theirs = (statistics.median(seconds for one, seconds in arm if one == name)
