@@ -1,0 +1,113 @@
+"""A notice at the worst moments: while a worker evaluates, or saves.
+
+Each notice comes in both forms. A host leaves the list, as by its poller. A worker gets SIGTERM, as
+Slurm, a kubelet or an agent in a hurry send it, and so do the processes that it has started.
+No step is lost or done again, and the bits are the twin's. The boot of a newcomer whose host leaves
+the list is in tests/test_faults.py (hosts_join_flap_and_leave_the_list).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import s3_servers
+from cluster import Cluster
+from faults import RELEASED, Plan
+from faulty_proxy import FaultyProxy, proxied
+
+Twin = Callable[..., str]
+JOB = ("--steps", "40", "--step-s", "0.02", "--checkpoint-every", "1000")
+
+
+def host(rank: int) -> str:
+    """The host that has this rank while all workers are present."""
+    return f"127.0.0.{rank + 1}"
+
+
+def terminate(cluster: Cluster, on: str) -> None:
+    """Send SIGTERM to the worker on a host, and to all that it has started."""
+    [pid] = [pid for name, pid in cluster.live_pids().items() if name.split("/")[0] == on]
+    family = [pid]
+    for one in family:
+        with suppress(OSError):
+            for task in Path(f"/proc/{one}/task").iterdir():
+                family += map(int, (task / "children").read_text().split())
+    for one in family:
+        with suppress(ProcessLookupError):
+            os.kill(one, signal.SIGTERM)
+
+
+def gone(cluster: Cluster, on: str) -> list[str]:
+    """Return how the workers on a host have ended."""
+    return [e["reason"] for e in cluster.events("driver.worker_gone") if e["host"] == on]
+
+
+def removed(cluster: Cluster, on: str) -> bool:
+    """Return whether the driver has read that a host has left the list."""
+    return any(e["host"] == on for e in cluster.events("driver.host_removed"))
+
+
+def test_a_notice_in_an_evaluation_costs_no_step(tmp_path: Path, twin_of: Twin) -> None:
+    """The weights depend on what the evaluation finds. Two loader processes of each worker get the
+    signal, too, and do nothing with it."""
+    job = (*JOB, "--iterator", "--evaluate", "--loader", "2")
+    plan = Plan().add("hold", host=host(1), at="evaluate", step=9)
+    with Cluster(tmp_path, hosts=4, job=job, plan=plan) as cluster:
+        cluster.wait_until_fired()
+        terminate(cluster, host(2))
+        cluster.set_hosts([host(0), host(1)])
+        cluster.wait_for("the notice", lambda: removed(cluster, host(3)))
+        (tmp_path / RELEASED).touch()
+        cluster.wait_for_world(2)
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
+        assert [e["step"] for e in cluster.events("worker.evaluated")] == [9, 19, 29, 39]
+        assert gone(cluster, host(2)) == gone(cluster, host(3)) == ["left"], cluster.story()
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+@pytest.fixture
+def proxy(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+          ) -> Iterator[FaultyProxy]:
+    """A proxy of a server, to which AWS's variables point."""
+    try:
+        with s3_servers.ministack(tmp_path_factory.mktemp("s3")) as endpoint, \
+                proxied(endpoint, monkeypatch) as proxy:
+            yield proxy
+    except s3_servers.Unavailable as error:
+        pytest.skip(str(error))
+
+
+def test_a_notice_in_the_middle_of_a_save_costs_no_step(proxy: FaultyProxy, tmp_path: Path,
+                                                        twin_of: Twin) -> None:
+    """The parts of a checkpoint wait at the store when both notices come. The leavers wait for it:
+    the step at which they leave is in a checkpoint."""
+    job = (*JOB[:-2], "--checkpoint-every", "5", "--part-bytes", "65536")
+    is_saving, may_go_on = threading.Event(), threading.Event()
+
+    def hold(method: str, path: str) -> str | None:
+        if method == "PUT" and "/parts/" in path and not may_go_on.is_set():
+            is_saving.set()
+            may_go_on.wait(150)
+        return None
+
+    proxy.on_request = hold
+    store = f"s3://{s3_servers.BUCKET}/{tmp_path.name}-{os.getpid()}"
+    with Cluster(tmp_path, hosts=4, job=job, options=["--store", store]) as cluster:
+        cluster.wait_for("a save", is_saving.is_set)
+        terminate(cluster, host(2))
+        cluster.set_hosts([host(0), host(1)])
+        cluster.wait_for("the notice", lambda: removed(cluster, host(3)))
+        assert not cluster.events("state.checkpoint_published"), cluster.story()
+        may_go_on.set()
+        cluster.wait_for_world(2)
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
+        assert gone(cluster, host(2)) == gone(cluster, host(3)) == ["left"], cluster.story()
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)
