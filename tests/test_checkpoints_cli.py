@@ -211,8 +211,8 @@ def test_export_has_what_the_models_state_dict_has(tmp_path: Path, is_old: bool)
 @pytest.mark.parametrize(("arguments", "said"),
                          [(["ls", "nowhere"], "has no checkpoint"),
                           (["show", "URL", "--step", "7"], "[20, 30, 40]"),
-                          (["ls", "gs://bucket/x"], "neither a folder nor s3"),
-                          (["ls", "s3:/bucket/x"], "neither a folder nor s3")])
+                          (["ls", "gcs://bucket/x"], "names no store"),
+                          (["ls", "s3:/bucket/x"], "names no store")])
 def test_an_error_is_printed_when_there_is_no_checkpoint_to_show(
         run: tuple[str, torch.nn.Module], arguments: list[str], said: str,
         capsys: pytest.CaptureFixture[str]) -> None:

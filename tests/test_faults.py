@@ -522,11 +522,12 @@ def test_the_last_step_is_written_down_when_those_who_wait_for_more_may_go(
                                        lambda: cluster.events("state.checkpoint_published"))
         assert published["step"] == cluster.events("worker.step_committed")[-1]["step"] + 1
         cluster.kill_everyone()
+        attempts = len(cluster.events("attempt.started"))  # another one may wait for hosts already
         cluster.set_hosts(cluster.all_hosts)
         cluster.start()
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*job), victims=2)
-    assert result["attempts"] == 2
+    assert result["attempts"] == attempts + 1
     assert result["steps_redone"] <= 1
 
 
