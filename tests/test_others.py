@@ -26,7 +26,7 @@ from waiting import wait_for
 
 from elastic_trainer.commands.local_s3 import installed
 from elastic_trainer.config import ConfigError
-from elastic_trainer.discovery.client import ask, read_key
+from elastic_trainer.discovery.client import ask
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = ROOT / "deploy" / "others"
@@ -139,8 +139,7 @@ def test_the_worker_s_script_serves_the_coordinator_until_it_is_stopped(tmp_path
             [OTHERS / "worker.sh", "--port", str(port), "--no-metadata"], env=env, cwd=ROOT,
             stdout=subprocess.PIPE, text=True) as agent:
         try:
-            health = wait_for("answer", lambda: ask(
-                f"{address[0]}:{port}", read_key(tmp_path / "agent.key"), 5.0))
+            health = wait_for("answer", lambda: ask(f"{address[0]}:{port}", key.encode(), 5.0))
             assert health.state == "ready"
             lines = Path(f"/proc/{agent.pid}/cmdline").read_text()
             assert "--starts-workers" in lines and key not in lines
