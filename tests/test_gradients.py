@@ -132,7 +132,19 @@ def only_the_last(model: Any, batch: Any) -> torch.Tensor:
     return torch.nn.functional.mse_loss(model[2](torch.tanh(model[0](batch[0]).detach())), batch[1])
 
 
+def embedded() -> Model:
+    """An embedding whose rows occur several times in a micro-batch."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Embedding(3, 3, sparse=True), torch.nn.Flatten(),
+                               torch.nn.Linear(15, 3))
+
+
+def by_numbers(model: Model, batch: Any) -> torch.Tensor:
+    return mse(model, [(batch[0].abs() * 3).long().clamp(max=2), batch[1]])
+
+
 CASES: dict[str, Callable[[], dict[str, Any]]] = {
+    "sparse": lambda: job_of(embedded(), loss=by_numbers),
     "as it is": lambda: job_of(built()),
     "a hook": lambda: job_of(with_hooks(clamp, slice(None))),
     "zero_grad": lambda: job_of(built(), loss=zeroing),

@@ -348,10 +348,12 @@ class AppliedGradient:
 
 
 def _add_all(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
-    """Add each gradient to its sum: on a GPU in a few kernels."""
+    """Add each gradient to its sum: on a GPU in a few kernels. A sparse one is made dense: its rows
+    would be added one by one, which gives other bits where one occurs several times."""
     if sums:
         with torch.no_grad():
-            torch._foreach_add_(sums, gradients)
+            torch._foreach_add_(sums, [one.to_dense() if one.is_sparse else one
+                                       for one in gradients])
 
 
 def _version(gradient: torch.Tensor | None) -> int:
