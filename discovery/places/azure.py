@@ -35,7 +35,13 @@ from elastic_trainer.discovery.place_protocol import (
     Supply,
 )
 from elastic_trainer.discovery.places.azure_metadata import ENDPOINT, Metadata
-from elastic_trainer.discovery.places.rest import Api, ApiRefused, seconds_of
+from elastic_trainer.discovery.places.rest import (
+    Api,
+    ApiRefused,
+    explain,
+    require_answer,
+    seconds_of,
+)
 
 API = "https://management.azure.com"
 COMPUTE, NETWORK, SKUS = "2024-07-01", "2018-10-01", "2021-07-01"
@@ -87,12 +93,7 @@ def place_of(options: argparse.Namespace) -> Azure:
                          "--subscription and --resource-group.")
     api = Api(options.api, partial(metadata.token, f"{options.api.rstrip('/')}/"), REMEDIES)
     place = Azure(api, subscription, group, options.scale_set, cpu_slots=options.cpu_slots)
-    try:
-        place.instances()
-    except ApiRefused as error:
-        raise ValueError(str(error)) from error
-    except PlaceUnavailable:
-        pass  # the poller asks again
+    require_answer(place)
     return place
 
 
@@ -138,7 +139,7 @@ class Azure:
         except (LookupError, TypeError) as error:
             raise PlaceUnavailable(f"{self.api.host} answered in an unknown form: "
                                    f"{error!r}") from error
-        refusal = explain(*failed[0], self.name) if failed else None
+        refusal = refusal_of(*failed[0], self.name) if failed else None
         return Supply(there=self._there, wanted=self._wanted, refusal=refusal)
 
     def _checked(self, properties: Mapping[str, Any]) -> str:
@@ -204,14 +205,12 @@ class Azure:
         return self._gpus[kind]
 
 
-def explain(code: str, sentence: str, name: str) -> Refusal:
+def refusal_of(code: str, sentence: str, name: str) -> Refusal:
     """Return a refusal by Azure's code and sentence for it."""
-    ours, remedy = next(((ours, remedy) for ours, pattern, remedy in RULES
-                         if re.search(pattern, f"{code} {sentence}", re.I)), ("", OTHERWISE))
-    quotas = tuple(re.findall(r"approved (?:standard )?(\w+) ?(?:Cores )?[Qq]uota", sentence))
-    text = " ".join(sentence.split())
-    return Refusal(code=code or ours or "unknown", says=text[:400], quotas=quotas, remedy=
-                   f"{remedy.format(quota=', '.join(quotas) or 'the family', name=name)}.")
+    quotas = re.findall(r"approved (?:standard )?(\w+) ?(?:Cores )?[Qq]uota", sentence)
+    words = {"quota": ", ".join(quotas) or "the family", "name": name}
+    rules = [(ours, pattern, remedy.format(**words)) for ours, pattern, remedy in RULES]
+    return explain(code, sentence, rules, OTHERWISE.format(**words), quotas)
 
 
 def _leaving(made: str, power: str) -> Notice | None:

@@ -33,7 +33,7 @@ from elastic_trainer.discovery.place_protocol import (
     Supply,
 )
 from elastic_trainer.discovery.places.gcp_metadata import ENDPOINT, Metadata
-from elastic_trainer.discovery.places.rest import Api, ApiRefused, seconds_of
+from elastic_trainer.discovery.places.rest import Api, explain, require_answer, seconds_of
 
 API = "https://compute.googleapis.com/compute/v1"
 PAGE = "500"
@@ -95,12 +95,7 @@ def place_of(options: argparse.Namespace) -> Gcp:
     where = f"regions/{options.region}" if options.region else f"zones/{zone}"
     place = Gcp(Api(options.api, metadata.token, REMEDIES), project, where, options.group,
                 cpu_slots=options.cpu_slots)
-    try:
-        place.instances()
-    except ApiRefused as error:
-        raise ValueError(str(error)) from error
-    except PlaceUnavailable:
-        pass  # the poller asks again
+    require_answer(place)
     return place
 
 
@@ -156,7 +151,7 @@ class Gcp:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PlaceUnavailable(f"{self.api.host} answered in an unknown form: "
                                    f"{error!r}") from error
-        refusal = explain(*errors[0], self.group) if errors else None
+        refusal = refusal_of(*errors[0], self.group) if errors else None
         return Supply(there=self._there, wanted=wanted, refusal=refusal)
 
     def _listed_errors(self) -> list[tuple[str, str]]:
@@ -200,14 +195,12 @@ class Gcp:
         return self._gpus[kind]
 
 
-def explain(code: str, sentence: str, group: str) -> Refusal:
+def refusal_of(code: str, sentence: str, group: str) -> Refusal:
     """Return a refusal by Google's code and sentence for it."""
-    ours, remedy = next(((ours, remedy) for ours, pattern, remedy in RULES
-                         if re.search(pattern, f"{code} {sentence}", re.I)), ("", OTHERWISE))
-    quotas = tuple(re.findall(r"[Qq]uota '?([A-Z0-9_]+)'?", sentence))
-    text = " ".join(sentence.split())
-    return Refusal(code=code or ours or "unknown", says=text[:400], quotas=quotas, remedy=
-                   f"{remedy.format(quota=', '.join(quotas) or 'that it names', group=group)}.")
+    quotas = re.findall(r"[Qq]uota '?([A-Z0-9_]+)'?", sentence)
+    words = {"quota": ", ".join(quotas) or "that it names", "group": group}
+    rules = [(ours, pattern, remedy.format(**words)) for ours, pattern, remedy in RULES]
+    return explain(code, sentence, rules, OTHERWISE.format(**words), quotas)
 
 
 def _leaving(status: str, action: str, is_spot: bool) -> Notice | None:

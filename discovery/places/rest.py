@@ -19,12 +19,12 @@ import http.client
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
 
-from elastic_trainer.discovery.place_protocol import PlaceUnavailable
+from elastic_trainer.discovery.place_protocol import Place, PlaceUnavailable, Refusal
 from elastic_trainer.host.names import is_loopback
 
 TIMEOUT_S = 5.0
@@ -82,6 +82,30 @@ def seconds_of(text: str) -> float:
     # Python 3.10 reads fractions of 3 or 6 digits only.
     fraction = re.sub(r"\.(\d+)", lambda found: f".{found[1][:6]:0<6}", text)
     return datetime.fromisoformat(fraction.replace("Z", "+00:00")).timestamp()
+
+
+def require_answer(place: Place) -> None:
+    """Ask a place once. Raises ValueError, with the remedy, if the API refuses this machine."""
+    try:
+        place.instances()
+    except ApiRefused as error:
+        raise ValueError(str(error)) from error
+    except PlaceUnavailable:
+        pass  # the poller asks again
+
+
+def explain(code: str, sentence: str, rules: Iterable[tuple[str, str, str]], otherwise: str,
+            quotas: Sequence[str]) -> Refusal:
+    """Return a refusal by a cloud's code and sentence for it.
+
+    A rule is a code, what the cloud's code or sentence has, and the remedy. The first that fits
+    counts. `quotas` are those that the sentence names.
+    """
+    ours, remedy = next(((ours, remedy) for ours, pattern, remedy in rules
+                         if re.search(pattern, f"{code} {sentence}", re.I)), ("", otherwise))
+    text = " ".join(sentence.split())
+    return Refusal(code=code or ours or "unknown", says=text[:400], quotas=tuple(quotas),
+                   remedy=f"{remedy}.")
 
 
 class Api:
