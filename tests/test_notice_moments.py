@@ -1,4 +1,4 @@
-"""A notice at the worst moments: while a worker evaluates, or saves.
+"""A notice at the worst moments: while a worker compiles, evaluates, saves, or boots.
 
 Each notice comes in both forms. A host leaves the list, as by its poller. A worker gets SIGTERM, as
 Slurm, a kubelet or an agent in a hurry send it, and so do the processes that it has started.
@@ -23,6 +23,8 @@ from faulty_proxy import FaultyProxy, proxied
 
 Twin = Callable[..., str]
 JOB = ("--steps", "40", "--step-s", "0.02", "--checkpoint-every", "1000")
+NO_STANDBY = ("--standby", "0")
+"""A standby has compiled before it has a place."""
 
 
 def host(rank: int) -> str:
@@ -69,6 +71,54 @@ def test_a_notice_in_an_evaluation_costs_no_step(tmp_path: Path, twin_of: Twin) 
         result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
         assert [e["step"] for e in cluster.events("worker.evaluated")] == [9, 19, 29, 39]
         assert gone(cluster, host(2)) == gone(cluster, host(3)) == ["left"], cluster.story()
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+def test_a_notice_while_workers_compile_costs_no_step(tmp_path: Path, twin_of: Twin) -> None:
+    """The members compile in an evaluation when both notices come: they leave after the step. A
+    newcomer compiles in its warm-up when its host leaves the list: the world does not notice."""
+    job = (*JOB, "--iterator", "--evaluate", "--compile")
+    plan = Plan().add("hold", host=host(1), at="compile", during="evaluation")
+    plan.add("hold", host=host(4), at="compile", during="training")
+    with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan, options=NO_STANDBY) as cluster:
+        cluster.wait_until_fired(1)
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired(2)
+        cluster.set_hosts(cluster.all_hosts[:4])
+        cluster.wait_for("its end", lambda: gone(cluster, host(4)))
+        terminate(cluster, host(2))
+        cluster.set_hosts([host(0), host(1)])
+        cluster.wait_for("the notice", lambda: removed(cluster, host(3)))
+        assert len(cluster.events("driver.generation_formed")) == 1, cluster.story()
+        assert not cluster.events("worker.evaluated"), cluster.story()
+        (tmp_path / RELEASED).touch()
+        cluster.wait_for_world(2)
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
+        assert gone(cluster, host(2)) == gone(cluster, host(3)) == ["left"], cluster.story()
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+def test_sigterm_in_a_boot_a_warm_up_or_on_the_way_in_costs_no_step(tmp_path: Path,
+                                                                     twin_of: Twin) -> None:
+    """At the start the others begin without that worker. Later the world goes on without a change.
+    The host, which stays on the list, gets another worker, which joins."""
+    job = (*JOB[:2], "--step-s", "0.1", *JOB[4:], "--iterator", "--compile")
+    plan = Plan().add("terminate", host=host(3), at="boot")
+    for number, point in enumerate(("boot", "compile", "world.init_entered")):
+        plan.add("terminate", host=host(4), at=point, after=number + 1)
+    with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan, options=NO_STANDBY) as cluster:
+        cluster.wait_for_world(4)
+        first = len(cluster.events("driver.generation_formed"))
+        cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired(3)
+        cluster.wait_for("their ends", lambda: len(gone(cluster, host(4))) == 2)
+        assert len(cluster.events("driver.generation_formed")) == first, cluster.story()
+        cluster.wait_for("a third end", lambda: len(gone(cluster, host(4))) == 3)
+        cluster.wait_for_world(5, cluster.events("driver.generation_formed")[-1]["generation"] - 1)
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*job), victims=0)
+        assert gone(cluster, host(3))[0] == "left" and gone(cluster, host(4))[:3] == ["left"] * 3
     assert (result["attempts"], result["steps_redone"]) == (1, 0)
 
 
