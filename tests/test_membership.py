@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -805,6 +806,20 @@ def test_the_run_goes_on_when_a_newcomers_code_raises(code: int) -> None:
     assert f.membership.exited(f.worker_on("x"), code, f.now) == "boot_failed"
     f.run()
     assert f.world() == ["a", "b", "c"] and f.membership.verdict is None
+
+
+def test_a_worker_that_sigterm_ends_in_its_boot_has_left() -> None:
+    """A notice, and no failure of the run. Its host is tried again after a growing back-off."""
+    f = fleet("abc")
+    f.run()
+    f.boots = False
+    f.membership.hosts_listed({h: 1 for h in "abcx"})
+    waits: list[float] = []
+    for _ in range(3):
+        f.run(seconds=10)
+        assert f.membership.exited(f.worker_on("x"), -signal.SIGTERM, f.now) == "left"
+        waits.append(f.membership.roster.hosts["x"].not_before - f.now)
+    assert 0 < waits[0] < waits[1] < waits[2] and f.world() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 127])

@@ -80,7 +80,8 @@ def test_a_notice_while_workers_compile_costs_no_step(tmp_path: Path, twin_of: T
     job = (*JOB, "--iterator", "--evaluate", "--compile")
     plan = Plan().add("hold", host=host(1), at="compile", during="evaluation")
     plan.add("hold", host=host(4), at="compile", during="training")
-    with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan, options=NO_STANDBY) as cluster:
+    with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan,
+                 options=NO_STANDBY) as cluster:
         cluster.wait_until_fired(1)
         cluster.set_hosts(cluster.all_hosts)
         cluster.wait_until_fired(2)
@@ -103,11 +104,13 @@ def test_sigterm_in_a_boot_a_warm_up_or_on_the_way_in_costs_no_step(tmp_path: Pa
                                                                      twin_of: Twin) -> None:
     """At the start the others begin without that worker. Later the world goes on without a change.
     The host, which stays on the list, gets another worker, which joins."""
-    job = (*JOB[:2], "--step-s", "0.1", *JOB[4:], "--iterator", "--compile")
+    job = ("--steps", "120", "--step-s", "0.1", *JOB[4:])
     plan = Plan().add("terminate", host=host(3), at="boot")
-    for number, point in enumerate(("boot", "compile", "world.init_entered")):
-        plan.add("terminate", host=host(4), at=point, after=number + 1)
-    with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan, options=NO_STANDBY) as cluster:
+    plan.add("terminate", host=host(4), at="boot", after=1)
+    plan.add("terminate", host=host(4), at="data", reads=2, after=2)
+    plan.add("terminate", host=host(4), at="world.init_entered", after=3)
+    with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan,
+                 options=NO_STANDBY) as cluster:
         cluster.wait_for_world(4)
         first = len(cluster.events("driver.generation_formed"))
         cluster.set_hosts(cluster.all_hosts)

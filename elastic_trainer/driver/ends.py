@@ -10,10 +10,13 @@ What always holds:
 3. The same part of the same step that fails on two hosts, or twice where there is one host, is the
    user's error. Of errors of CUDA, which come late, the same step is enough.
 4. Once a worker stood ready, a command that ends while it boots is the fault of its host.
+5. SIGTERM is the notice of a host that will be taken. A worker that boots has nothing to hand over,
+   and no handler yet: the signal ends it, and it has left.
 """
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
 from elastic_trainer.config import (
@@ -260,6 +263,9 @@ class Blame:
         host = self.roster.hosts[worker.host]
         if code == EXIT_LEFT or self._is_end_of_unlisted(worker):
             host.keep_out(now + self.settle_s)
+            return "left"
+        if code == -signal.SIGTERM and before is Phase.BOOTING and not worker.generation:
+            host.fail(now)  # with a back-off: something may end each worker there
             return "left"
         return self._failed(worker, host, before, code, now, place)
 

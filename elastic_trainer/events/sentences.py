@@ -71,7 +71,8 @@ def _lost(meaning: str, predicate: str, *, has_booted: bool = True) -> Ending:
 
 ENDINGS = {
     "finished": Ending("the run is finished"),
-    "left": Ending("the worker left the world when it was asked to", "left, as it was asked to"),
+    "left": Ending("the worker left the world, or ended while it booted, when it was asked to",
+                   "left, as it was asked to"),
     "host_left": Ending("its host is no longer listed", "left with its host"),
     "stopped": Ending("the attempt ended, and the driver stopped the worker",
                       "was stopped with its attempt"),

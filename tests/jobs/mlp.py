@@ -135,9 +135,8 @@ def dataset() -> torch.utils.data.Dataset:
 
 
 class Net(torch.nn.Sequential):
-    """Has a `forward` of its own: torch.compile takes none of torch's, as that of Sequential, so
-    `Sequential(…).compile()` compiles nothing and does not say so (torch 2.13, _dynamo's skipfiles).
-    """
+    """Has a `forward` of its own. Torch's compiler skips the files of torch's own modules, so
+    `Sequential(…).compile()` compiles nothing and does not say so (torch 2.13)."""
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
         for layer in self:
