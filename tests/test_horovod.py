@@ -153,7 +153,37 @@ else:
 """
 
 
-def meeting(store: Rendezvous, rank: int, size: int) -> subprocess.Popen[str]:
+BREAK = """
+import os, torch, horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
+
+def hand_over(name):
+    return hvd.allreduce_async(torch.ones(1), name=name)
+
+hvd.init()
+hvd.allreduce(torch.ones(1), name="met")
+if hvd.rank() == 1:
+    os._exit(1)
+for number in range(200):
+    hand_over(f"left.{number}")
+mpi_ops._handle_map.clear()  # Horovod alone has these tensors now, and Python knows them
+try:
+    for number in range(10 ** 9):
+        hand_over(f"next.{number}")
+except HorovodInternalError as error:
+    last = f"next.{number}"
+    print("broken:", error)
+hvd.shutdown()
+os.environ |= {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1"}
+hvd.init()
+assert float(hvd.allreduce(torch.ones(1), name=last)) == 1.0
+hvd.shutdown()
+print("alone")
+"""
+
+
+def meeting(store: Rendezvous, rank: int, size: int, job: str = MEET) -> subprocess.Popen[str]:
     """Start a member of a world that meets at this store, as session.py does."""
     env = {
         "HOROVOD_GLOO_MEET_AT_ONCE": "1", "HOROVOD_GLOO_IFACE": "lo", "HOROVOD_CONTROLLER": "gloo",
@@ -163,7 +193,7 @@ def meeting(store: Rendezvous, rank: int, size: int) -> subprocess.Popen[str]:
         "HOROVOD_SIZE": str(size), "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1",
         "HOROVOD_CROSS_RANK": "0", "HOROVOD_CROSS_SIZE": "1"
     }
-    return subprocess.Popen([sys.executable, "-c", MEET],
+    return subprocess.Popen([sys.executable, "-c", job],
                             env=os.environ | env,
                             stdout=subprocess.PIPE,
                             text=True)
@@ -193,6 +223,20 @@ def test_the_others_live_when_one_never_comes(store: Rendezvous) -> None:
     assert all("not met:" in text and "A member of the world is gone" in text
                for text in outputs), outputs
     assert [member.returncode for member in members] == [0, 0, 0]
+
+
+def test_a_tensor_may_be_handed_over_while_its_world_breaks() -> None:
+    """The other member dies, and the queue ends with tensors that only Horovod has. (The process
+    stood still: each of two threads had a lock that the other one waited for.)"""
+    store = Rendezvous("127.0.0.1", 2 * ["127.0.0.1"], lambda *_: None, at_once=True)
+    members = [meeting(store, rank, 2, BREAK) for rank in range(2)]
+    try:
+        output = members[0].communicate(timeout=120)[0]
+        assert "broken: Horovod has been shut down" in output and "alone" in output, output
+    finally:
+        members[0].kill()
+        members[1].wait(60)
+        store.close()
 
 
 def connect_from(address: str, members: list[subprocess.Popen[str]]) -> list[socket.socket]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 VERSION = "0.28.1"
-RECIPE = 10
+RECIPE = 11
 """One more when the patches or the settings of the build change: kept wheels of other recipes are
 then not used."""
 PATCHES = Path(__file__).resolve().parent / "patches"
