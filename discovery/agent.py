@@ -30,7 +30,7 @@ from elastic_trainer.discovery.health import EXAMINE_S, HUNG_S, Agent
 from elastic_trainer.discovery.starts import Starts
 from elastic_trainer.wire.gate import Gate, Request, head, refuse
 from elastic_trainer.wire.seal import NONCE, SIGNATURE, Kind, is_sealed, seal
-from elastic_trainer.wire.tunnel import REQUEST, request_parts
+from elastic_trainer.wire.tunnel import REQUEST, STARTS_NONE, request_parts
 
 WATCH_S = 1.0
 NONCES = 1 << 16
@@ -78,7 +78,7 @@ class AgentServer(Gate):
         if what == "GET /health":
             is_signed = is_sealed(given, self.key, Kind.QUESTION, *signed_parts(nonce, here))
         else:
-            is_start = what == REQUEST.decode() and self.starts is not None and not rest
+            is_start = what == REQUEST.decode() and not rest
             is_signed = is_start and is_sealed(given, self.key, Kind.START,
                                                *request_parts(nonce, here))
         if not (is_signed and self.is_new(nonce)):
@@ -86,7 +86,8 @@ class AgentServer(Gate):
             return refuse(connection, 403)
         if what == "GET /health":
             return self._in_thread(self._answer, connection, nonce)
-        assert self.starts
+        if self.starts is None:
+            return refuse(connection, STARTS_NONE)
         return self._in_thread(self.starts.start, connection, nonce)
 
     def _in_thread(self, act: Callable[[socket.socket, str], None], connection: socket.socket,

@@ -131,8 +131,8 @@ def test_a_worker_ends_by_sigterm_or_is_killed_with_its_children(key: Path) -> N
     """SIGTERM, which it may take its time for; then SIGKILL for the whole group."""
     with agent(key) as there:
         output = io.StringIO()
-        code = (PRINTS_PID + "import signal, subprocess, time; signal.signal(15, lambda *_: "
-                "print('asked', flush=True)); subprocess.Popen(['sleep', '1000']); "
+        code = ("import signal, subprocess, time; signal.signal(15, lambda *_: "
+                "print('asked', flush=True)); subprocess.Popen(['sleep', '1000']); " + PRINTS_PID +
                 "time.sleep(1000); time.sleep(1000)")
         one = worker(there, [sys.executable, "-c", code], output)
         pid = pid_in(output)
@@ -150,9 +150,9 @@ def test_sigterm_to_all_processes_of_a_host_is_the_workers_to_obey(key: Path) ->
     so the driver sees the exit that the worker chooses."""
     with agent(key) as there:
         output = io.StringIO()
-        code = (PRINTS_PID + "import signal, sys, time; "
+        code = ("import signal, sys, time; "
                 "signal.signal(15, lambda *_: (print('asked', flush=True), time.sleep(0.5), "
-                "sys.exit(75))); time.sleep(1000)")
+                "sys.exit(75))); " + PRINTS_PID + "time.sleep(1000)")
         one = worker(there, [sys.executable, "-c", code], output)
         pid = pid_in(output)
         between = [pid]
@@ -372,7 +372,7 @@ def test_a_request_starts_nothing_when_it_is_unsigned_repeated_or_of_another_age
         other.touch(mode=0o600)
         other.write_text(secrets.token_hex(32))
         done = run(there, there.address, job_that_touches(tmp_path / "once"), other)
-        assert done.returncode == LOST and b"--starts-workers and the same key" in done.stderr
+        assert done.returncode == LOST and b"It has another key" in done.stderr
         assert not (tmp_path / "once").exists()
 
 
@@ -424,6 +424,39 @@ def test_an_agent_starts_nothing_without_its_option(key: Path, tmp_path: Path) -
         done = run(there, there.address, job_that_touches(tmp_path / "done"))
         assert done.returncode == LOST and b"--starts-workers" in done.stderr
         assert not (tmp_path / "done").exists()
+
+
+def test_the_doctor_examines_hosts_by_their_agents(
+        key: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """As their workers are started, also on this machine. An agent that is not there, one with
+    another key, and one without --starts-workers are each a sentence with its remedy."""
+    other = tmp_path / "other"
+    other.touch(mode=0o600)
+    other.write_text(secrets.token_hex(32))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        free = f"127.0.0.1:{taken.getsockname()[1]}"
+    monkeypatch.chdir(tmp_path)
+    with agent(key) as well, agent(other) as foreign, agent(key, starts=False) as idle:
+        places = {"well": well.address, "absent": free, "foreign": foreign.address,
+                  "idle": idle.address}
+        (tmp_path / "hosts").write_text("".join(f"{name}-x7k2q:1 {place}\n"
+                                                for name, place in places.items()))
+        code = main(["doctor", "--json", "--reach", "agent", "--agent-key-file", str(key),
+                     "--runs-dir", str(tmp_path), "--host-discovery-script", "cat hosts"])
+        assert idle.refused() == 0 and foreign.workers() == []
+    told = [check for check in json.loads(capsys.readouterr().out)["checks"]
+            if check["host"].endswith("-x7k2q")]
+    ways = {check["host"][:-6]: check for check in told if check["what"] == "agent"}
+    assert code == 1 and ways.keys() == places.keys()
+    assert (ways["well"]["status"], ways["well"]["found"]) == ("ok", "starts workers")
+    assert {check["what"] for check in told if check["host"] == "well-x7k2q"} > {"same software"}
+    for name, says in (("absent", "It is not reached: Connection refused. Start the agent"),
+                       ("foreign", "It has another key, or it is reached through NAT. Give it"),
+                       ("idle", "It starts no workers. Start it with --starts-workers.")):
+        assert ways[name]["status"] == "failed" and says in ways[name]["found"], ways[name]
+        assert ways[name]["remedy"].startswith(
+            "python -m elastic_trainer.discovery agent --starts-workers --key-file KEY")
 
 
 def test_a_silent_client_costs_a_process_for_a_bounded_time(key: Path) -> None:

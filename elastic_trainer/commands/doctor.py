@@ -61,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
     hosts, addresses = _hosts(options)
     reach = replace(reach_of(options), ssh_port=options.ssh_port,
                     ssh_identity_file=options.ssh_identity_file)
-    far = [host for host in hosts if not is_here(addresses.get(host, host))]
+    far = [host for host in hosts if reach.by_agent or not is_here(addresses.get(host, host))]
     here = socket.gethostname()
     wanted = Wanted(host=here, folder=str(options.runs_dir.absolute()),
                     store=store_of_run(options.store, PROBE_RUN),
@@ -261,7 +261,10 @@ class Asked:
 
     def checks(self, has_store: bool) -> list[Check]:
         """Return what is to be said of the ssh, and of the runs' folder there."""
-        by_hand = self.command if self.by_agent else [*self.command[:-1], "true"]
+        name, _, port = self.address.partition(":")
+        agent = ["python", "-m", "elastic_trainer.discovery", "agent", "--starts-workers",
+                 "--key-file", "KEY", "--bind", name, *(["--port", port] if port else [])]
+        by_hand = agent if self.by_agent else [*self.command[:-1], "true"]
         found = [checks.way(self.host, "agent" if self.by_agent else "ssh", self.exit_code,
                             self.last, by_hand)]
         if self.facts and (shared := checks.shared_folder(self.host, self.facts, has_store)):

@@ -181,9 +181,10 @@ def _mends(url: str) -> tuple[str, str, str]:
 
 def way(host: str, by: str, exit_code: int, last: str, command: Sequence[str]) -> Check:
     """Judge the way to a host, by ssh or by its agent, that was to start the doctor there; `last`
-    is its last line on stderr."""
+    is its last line on stderr. `command` tries the ssh, or starts the agent."""
     return judged(host, by, "works without a password" if by == "ssh" else "starts workers",
-                  (exit_code == 255, FAILED, last or "no connection", shlex.join(command)),
+                  (exit_code == 255, FAILED, last or "no connection",
+                   shlex.join(command) + (f"    (on {host})" if by == "agent" else "")),
                   (exit_code, FAILED, f"the doctor ended with exit code {exit_code} there: {last}",
                    f"put the same Python and packages at the same paths on {host} "
                    f"(deploy/install.sh)"))

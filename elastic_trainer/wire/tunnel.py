@@ -42,6 +42,8 @@ from elastic_trainer.wire.seal import NONCE, SIGNATURE, Kind, is_sealed, seal
 
 REQUEST = b"POST /run"
 SWITCHING = b"HTTP/1.1 101 Switching Protocols\r\n\r\n"
+REFUSED, STARTS_NONE = 403, 501
+"""The agent's other answers: the signature is wrong; it was started without --starts-workers."""
 CONNECT_S = 5.0
 HANDSHAKE_S = 10.0
 """The time of all that comes before the first frame. A host that boots is slow."""
@@ -221,10 +223,25 @@ def request_parts(nonce: str, agent: str) -> tuple[bytes, ...]:
     return nonce.encode(), agent.encode(), REQUEST
 
 
+def why_not(status: int) -> str:
+    """Return why an agent has answered so, with the remedy."""
+    if status == STARTS_NONE:
+        return "It starts no workers. Start it with --starts-workers."
+    if status == REFUSED:
+        return ("It has another key, or it is reached through NAT. Give it the file of "
+                "--agent-key-file as its --key-file, and the hosts file an address of its machine.")
+    return (f"It answered {status or 'nothing'}. Start the agent with --starts-workers there, or "
+            f"give its port (--agent-port).")
+
+
 def reach(address: str, key: bytes) -> Channel:
     """Open a channel to the agent at host:port. Raises NotReached, OSError."""
     host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), CONNECT_S)
+    try:
+        connection = socket.create_connection((host, int(port)), CONNECT_S)
+    except OSError as error:
+        raise NotReached(f"It is not reached: {error.strerror or error}. Start the agent with "
+                         f"--starts-workers there, or give its port (--agent-port).") from error
     connection.settimeout(HANDSHAKE_S)
     nonce = secrets.token_hex(8)
     signature = seal(key, Kind.START, *request_parts(nonce, connection.getpeername()[0]))
@@ -235,9 +252,9 @@ def reach(address: str, key: bytes) -> Channel:
     while len(answer) < len(SWITCHING) and (more := connection.recv(len(SWITCHING) - len(answer))):
         answer += more
     if answer != SWITCHING:
-        status = answer.split()[1].decode(errors="replace") if answer.count(b" ") else "nothing"
-        raise NotReached(f"It answered {status}. Start it with --starts-workers and the same key, "
-                         f"at an address without NAT.")
+        words = answer.split()
+        is_http = len(words) > 1 and words[1].isdigit()
+        raise NotReached(why_not(int(words[1]) if is_http else 0))
     return Channel(connection, key, nonce, is_host=False)
 
 
