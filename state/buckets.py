@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -40,7 +42,14 @@ from tenacity import (
     wait_fixed,
 )
 
-from elastic_trainer.state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
+from elastic_trainer.state.store import (
+    PUT_BYTES,
+    Entry,
+    StoreRefused,
+    StoreUnavailable,
+    checked,
+    too_many,
+)
 
 ATTEMPTS, OPENINGS, BETWEEN_S = 2, 3, 0.5
 CONNECT_S, READ_S = 10, 30
@@ -58,7 +67,11 @@ MENDED_OUTSIDE = ("Invalid Credentials", "expired")
 """Words of a 401 that new credentials of a role mend after a while. The run does not end."""
 PASSING = (0, 200, 408, 409, 429)
 """Statuses that a retry may mend, besides 5xx. 0, 200: there was no answer, or it made no sense."""
+PAGE = 1000
+"""How many objects a request lists at most."""
 T = TypeVar("T")
+Page = tuple[dict[str, Entry], str]
+"""Objects by their full names, and the token of the next page; "": this is the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +88,14 @@ class Cloud:
     """The exceptions of a request, besides OSError and ValueError: module.class."""
     remedies: dict[int, str]
     """The remedies for statuses that no retry mends. {0} is the bucket or container."""
+    reader_remedies: dict[int, str]
+    """Those of them that differ if the store is only read."""
     open: Callable[[dict[str, str]], Any]
     """Returns the file system."""
+    page: Callable[[Any, str, str, str], Page]
+    """Lists what is directly under a prefix: file system, bucket, prefix, token."""
+    read: Callable[[Any, str, str, int, int | None], tuple[bytes, str]]
+    """Returns bytes and version of an object: file system, bucket, key, first byte, most bytes."""
 
 
 def _google(settings: dict[str, str]) -> Any:
@@ -93,6 +112,22 @@ def _google(settings: dict[str, str]) -> Any:
         **settings)
 
 
+def _google_page(files: Any, bucket: str, prefix: str, token: str) -> Page:
+    answer = files.call("GET", "b/{}/o", bucket, delimiter="/", prefix=prefix, maxResults=PAGE,
+                        pageToken=token or None, json_out=True)
+    found = {it["name"]: Entry(int(it["size"]), str(it["generation"]))
+             for it in answer.get("items", [])}
+    return found, answer.get("nextPageToken", "")
+
+
+def _google_read(files: Any, bucket: str, key: str, first: int,
+                 most: int | None) -> tuple[bytes, str]:
+    last = "" if most is None else first + most - 1
+    part = {"headers": {"Range": f"bytes={first}-{last}"}} if first or most is not None else {}
+    headers, body = files.call("GET", files.url(f"{bucket}/{key}"), **part)
+    return bytes(body), str(headers.get("X-Goog-Generation", ""))
+
+
 def _azure(settings: dict[str, str]) -> Any:
     from adlfs import AzureBlobFileSystem
 
@@ -100,8 +135,33 @@ def _azure(settings: dict[str, str]) -> Any:
                                connection_timeout=CONNECT_S, read_timeout=READ_S, **settings)
 
 
+def _azure_page(files: Any, container: str, prefix: str, token: str) -> Page:
+    async def page() -> Page:
+        async with files.service_client.get_container_client(container) as client:
+            pages = client.walk_blobs(name_starts_with=prefix, delimiter="/", results_per_page=PAGE
+                                      ).by_page(token or None)
+            async for listed in pages:
+                found = {it.name: Entry(it.size, it.etag.strip('"')) async for it in listed
+                         if it.get("etag")}  # not a folder
+                return found, pages.continuation_token or ""
+        return {}, ""
+
+    return sync(files.loop, page)  # type: ignore[no-any-return]
+
+
+def _azure_read(files: Any, container: str, key: str, first: int,
+                most: int | None) -> tuple[bytes, str]:
+    async def read() -> tuple[bytes, str]:
+        async with files.service_client.get_blob_client(container, key) as client:
+            answer = await client.download_blob(offset=first, length=most)
+            return await answer.readall(), answer.properties.etag.strip('"')
+
+    return sync(files.loop, read)  # type: ignore[no-any-return]
+
+
 GOOGLE = Cloud(
-    scheme="gs", package="gcsfs", extra="gcs", settings=("project",), open=_google,
+    scheme="gs", package="gcsfs", extra="gcs", settings=("project",),
+    open=_google, page=_google_page, read=_google_read,
     faults=("gcsfs.retry.HttpError", "gcsfs.retry.ChecksumError",
             "gcsfs.retry.NonRetryableError", "aiohttp.ClientError",
             "google.auth.exceptions.GoogleAuthError"),
@@ -109,27 +169,36 @@ GOOGLE = Cloud(
         401: "Give the machine a service account, or run `gcloud auth application-default login`",
         403: "Grant roles/storage.objectUser on the bucket {0} to the service account, and give "
              "its machine the scope cloud-platform",
-        404: "Create the bucket {0} (gcloud storage buckets create gs://{0}), or correct --store"})
+        404: "Create the bucket {0} (gcloud storage buckets create gs://{0}), or correct --store"},
+    reader_remedies={403: "Grant roles/storage.objectViewer on the bucket {0} to this account",
+                     404: "Correct the bucket's name"})
 AZURE = Cloud(
-    scheme="az", package="adlfs", extra="azure", settings=("account_name",), open=_azure,
+    scheme="az", package="adlfs", extra="azure", settings=("account_name",),
+    open=_azure, page=_azure_page, read=_azure_read,
     faults=("azure.core.exceptions.AzureError",),
     remedies={
         401: "Give the machine a managed identity, or run `az login`",
         403: "Grant the role Storage Blob Data Contributor on the container {0} to the identity",
         404: "Create the container {0} (az storage container create --auth-mode login --name {0}), "
-             "or correct --store"})
+             "or correct --store"},
+    reader_remedies={403: "Grant the role Storage Blob Data Reader on the container {0} to this "
+                          "identity",
+                     404: "Correct the container's name"})
 CLOUDS = {cloud.scheme: cloud for cloud in (GOOGLE, AZURE)}
 
 
 class BucketStore:
-    """Objects under `gs://bucket/prefix` or `az://container/prefix`."""
+    """Objects under `gs://bucket/prefix` or `az://container/prefix`.
 
-    def __init__(self, url: str):
+    `is_reader`: it is only read, so the remedies name the permissions of a reader.
+    """
+
+    def __init__(self, url: str, *, is_reader: bool = False):
         parts = urlsplit(url)
-        self.cloud = CLOUDS[parts.scheme]
-        self.bucket, prefix = parts.netloc, parts.path.strip("/")
-        self.where = f"{parts.scheme}://{self.bucket}/{prefix}".rstrip("/")
-        self._root = f"{self.bucket}/{prefix}".rstrip("/")
+        self.cloud, self.is_reader = CLOUDS[parts.scheme], is_reader
+        self.bucket, self.prefix = parts.netloc, parts.path.strip("/")
+        self.where = f"{parts.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+        self._root = f"{self.bucket}/{self.prefix}".rstrip("/")
         settings = dict(parse_qsl(parts.query, keep_blank_values=True))
         bad = settings.keys() - set(self.cloud.settings)
         if not self.bucket or bad or parts.fragment:
@@ -154,7 +223,8 @@ class BucketStore:
                 f"{self.where} needs {self.cloud.package} ({error}). Install it on every host: pip "
                 f"install 'elastic-trainer[{self.cloud.extra}]'.") from error
         except Exception as error:  # each of the libraries has its own for missing credentials
-            named = ("Set AZURE_STORAGE_ACCOUNT_NAME, or add ?account_name=NAME to --store. "
+            url = "the address" if self.is_reader else "--store"
+            named = (f"Set AZURE_STORAGE_ACCOUNT_NAME, or add ?account_name=NAME to {url}. "
                      if self.cloud is AZURE else "")
             raise StoreRefused(f"{self.where} cannot be opened: {_text(error)}. {named}"
                                f"{self.cloud.remedies[401]}.") from error
@@ -185,15 +255,17 @@ class BucketStore:
         return self._tried(f"take {name}", put)
 
     def get(self, name: str, most: int | None = None) -> bytes:
-        path = self._path(name)
-        part = {} if most is None else {"start": 0, "end": most}
+        return self.get_from(name, 0, most)[0]
 
-        def get() -> bytes | None:
+    def get_from(self, name: str, first: int, most: int | None = None) -> tuple[bytes, str]:
+        _, _, key = self._path(name).partition("/")
+
+        def get() -> tuple[bytes, str] | None:
             try:
-                return bytes(self._files.cat_file(path, **part))
+                return self.cloud.read(self._files, self.bucket, key, first, most)
             except self._faults as error:
-                if _status(error) == 416:  # the object is empty
-                    return b""
+                if _status(error) == 416:  # the object is empty, or ends before
+                    return b"", ""
                 if _status(error) != 404:
                     raise
                 # A proxy that cannot reach its server answers 404, too, and a part that is gone
@@ -205,6 +277,19 @@ class BucketStore:
         found = self._tried(f"give {name}", get)
         if found is None:
             raise FileNotFoundError(f"{self.where} has no {name}")
+        return found
+
+    def entries(self, most: int) -> dict[str, Entry]:
+        found, token = dict[str, Entry](), ""
+        prefix = f"{self.prefix}/" if self.prefix else ""
+        for number in count():
+            if PAGE * number >= most:  # a page may have folders alone
+                raise too_many(self.where, most)
+            page, token = self._tried("list its objects", partial(
+                self.cloud.page, self._files, self.bucket, prefix, token))
+            found |= {name[len(prefix):]: entry for name, entry in page.items()}
+            if not token:
+                break
         return found
 
     def get_into(self, name: str, out: memoryview) -> bool:
@@ -255,7 +340,8 @@ class BucketStore:
             status = _status(error)
             is_mended = status == 401 and any(word in str(error) for word in MENDED_OUTSIDE)
             kind = StoreUnavailable if is_mended or _may_pass(error) else StoreRefused
-            remedy = self.cloud.remedies.get(status, "").format(self.bucket)
+            readers = self.cloud.reader_remedies if self.is_reader else {}
+            remedy = (self.cloud.remedies | readers).get(status, "").format(self.bucket)
             fact = f"{self.where} did not {what}: {_text(error)}"
             raise kind(f"{fact}. {remedy}".rstrip(". ") + ".") from error
 

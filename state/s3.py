@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import boto3
@@ -44,7 +44,14 @@ from tenacity import (
 from urllib3.exceptions import HTTPError
 
 from elastic_trainer.host.names import is_loopback
-from elastic_trainer.state.store import PUT_BYTES, StoreRefused, StoreUnavailable, checked
+from elastic_trainer.state.store import (
+    PUT_BYTES,
+    Entry,
+    StoreRefused,
+    StoreUnavailable,
+    checked,
+    too_many,
+)
 
 ATTEMPTS, ATTEMPTS_S = 8, 90.0
 FIRST_WAIT_S, MOST_WAIT_S = 0.1, 10.0
@@ -82,13 +89,6 @@ PASSING = ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "XAmzCon
 DENIED = ("AccessDenied", "403")
 WORLDS_FAULTS = (BotoCoreError, HTTPError, ResponseParserError, OSError)
 T = TypeVar("T")
-
-
-class Entry(NamedTuple):
-    """What a list says of an object."""
-
-    bytes: int
-    etag: str
 
 
 class S3Store:
@@ -146,10 +146,6 @@ class S3Store:
         return self.get_from(name, 0, most)[0]
 
     def get_from(self, name: str, first: int, most: int | None = None) -> tuple[bytes, str]:
-        """Read an object from a byte on; return at most `most` bytes, and the object's ETag.
-
-        No bytes and no ETag if the object ends before. Raises as `get` does.
-        """
         def get() -> tuple[bytes, str]:
             data = bytearray()
             try:
@@ -224,17 +220,12 @@ class S3Store:
             asked["ContinuationToken"] = page["NextContinuationToken"]
 
     def entries(self, most: int) -> dict[str, Entry]:
-        """Return the objects directly under the prefix, by name: not those in folders below it.
-
-        Raises StoreRefused if there are more than `most`.
-        """
         found = dict[str, Entry]()
         prefix = f"{self.prefix}/" if self.prefix else ""
         pages = self._pages("list its objects", Prefix=prefix, Delimiter="/")
         for number, page in enumerate(pages):
             if 1000 * number >= most:  # a page may have folders alone
-                raise StoreRefused(f"{self.where} has more than {most} objects in this one folder. "
-                                   f"Name the folder of a run.")
+                raise too_many(self.where, most)
             found |= {entry["Key"][len(prefix):]: Entry(int(entry["Size"]), str(entry["ETag"]))
                       for entry in page}
         return found

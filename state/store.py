@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from elastic_trainer.host.modes import make_folder, private
 
@@ -81,6 +81,39 @@ class Store(Protocol):
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove objects; one that is not there is no error."""
+
+
+class Entry(NamedTuple):
+    """What a list says of an object in a cloud."""
+
+    bytes: int
+    version: str
+    """It differs for each content of a name: an ETag, or Google's generation."""
+
+
+class Bucket(Store, Protocol):
+    """A store in a cloud."""
+
+    bucket: str
+    prefix: str
+
+    def entries(self, most: int) -> dict[str, Entry]:
+        """Return the objects directly under the prefix, by name: not those in folders below it.
+
+        Raises StoreRefused if there are more than `most`.
+        """
+
+    def get_from(self, name: str, first: int, most: int | None = None) -> tuple[bytes, str]:
+        """Read an object from a byte on; return at most `most` bytes, and the object's version.
+
+        No bytes and no version if the object ends before. Raises as `get` does.
+        """
+
+
+def too_many(where: str, most: int) -> StoreRefused:
+    """Return the error for a folder with more than `most` objects."""
+    return StoreRefused(f"{where} has more than {most} objects in this one folder. Name the folder "
+                        f"of a run.")
 
 
 def checked(name: str) -> str:

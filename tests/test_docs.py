@@ -63,9 +63,9 @@ EXTERNAL = {
 SHOWN = {"json", "text", "mermaid"}
 YOURS = {"my_train.py", "hosts.sh", "NAME.tfvars", "gpt-1.tfvars"}
 """Files of the reader's own."""
-OTHERS = {"aws", "az", "chgrp", "chmod", "docker", "dstack", "export", "find", "gcloud", "kind",
-          "kubectl", "mkdir", "openssl", "pcluster", "pip", "printf", "ray", "read", "scancel",
-          "scontrol", "sky", "source", "squeue", "terraform", "umask", "zcat"}
+OTHERS = {"aws", "az", "azcopy", "chgrp", "chmod", "docker", "dstack", "export", "find", "gcloud",
+          "kind", "kubectl", "ln", "mkdir", "openssl", "pcluster", "pip", "printf", "ray", "read",
+          "scancel", "scontrol", "sky", "source", "squeue", "terraform", "umask", "zcat"}
 """Programs that are not ours: their options are not checked."""
 NOT_OURS = re.compile(
     r"\b(diary|strangers?|nobody|whoever|somebody|told|said|so (many|long) of|so many steps)\b",

@@ -6,9 +6,11 @@ Azurite takes minutes to install. Its tests run where it is installed already, a
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
+import re
 import sys
 import threading
 import time
@@ -27,16 +29,21 @@ from cluster import Cluster
 from faulty_proxy import FaultyProxy
 from s3_servers import BUCKET, Unavailable
 from safetensors.torch import load_file
+from stories import write
 from test_checkpoint import Fleet, begun
 from test_s3 import make_another, steps_in
 from test_state import assert_one_wins
 from test_store_faults import JOB, Twin
+from test_verify import Story
+from waiting import until
 
 from elastic_trainer.__main__ import main
+from elastic_trainer.events.segments import Reader
 from elastic_trainer.state.checkpoint import PARTS
 from elastic_trainer.state.commit_log import CommitLog, Fenced
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, prove_put_if_absent
 from elastic_trainer.state.stores import open_store
+from elastic_trainer.views import far
 
 WRITES = {"gs": ("POST", "/upload/"), "az": ("PUT", "/parts/")}
 """By what a proxy knows the write of a part: Google's has the object's name in its body."""
@@ -282,6 +289,77 @@ def test_the_doctor_proves_each_permission(url: str, capsys: pytest.CaptureFixtu
               for check in json.loads(capsys.readouterr().out)["checks"]}
     assert {name: status for name, status in checks.items() if name.startswith("store")} == {
         f"store: {what}": "ok" for what in ("write", "read", "list", "conditional put", "delete")}
+
+
+def test_a_run_in_a_bucket_is_what_its_folder_has(url: str, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """report and verify of a log with a sealed segment. The log's folder may be named, too."""
+    story, bucket = Story(), open_store(url)
+    story.start(4)
+    story.train(10)
+    events = [dict(it) for it in story.finish()]
+    write(tmp_path / "run", events)
+    lines = (tmp_path / "run" / "events.jsonl").read_bytes().splitlines(keepends=True)
+    bucket.put("diary/events-000001.jsonl.gz", gzip.compress(b"".join(lines[:20])))
+    bucket.put("diary/events.jsonl", b"".join(lines[20:]))
+    bucket.put("diary/below/events-000002.jsonl", b"of another run")
+    assert main(["report", str(tmp_path / "run"), url, f"{url}/diary/", "--json"]) == 0
+    local, far_away, again = json.loads(capsys.readouterr().out)
+    assert local == far_away == again and local["steps"] > 9
+    assert main(["verify", url]) == main(["verify", str(tmp_path / "run")]) == 0
+
+
+def test_of_a_followed_run_in_a_bucket_what_is_new_is_fetched(
+        proxy: FaultyProxy, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest segment grows, becomes another one, and is empty. One list is enough if nothing is
+    new, and each object is asked for once."""
+    monkeypatch.setattr(far, "POLL_S", 0.02)
+    lines = [b'{"line": %d}\n' % number for number in range(1000)]
+    bucket = open_store(url)
+    bucket.put("events.jsonl", b"".join(lines[:500]))
+    with far.opened(url) as run:
+        reader, read = Reader(run.folder), list[bytes]()
+        run.follow(tells=False)
+
+        def has_read(those: list[bytes]) -> bool:
+            read.extend(reader.lines())
+            return read == those
+
+        until(lambda: has_read(lines[:500]))
+        asked = len(proxy.seen)
+        bucket.put("events.jsonl", b"".join(lines))
+        until(lambda: has_read(lines))
+        parts = [headers.get("Range") or headers.get("x-ms-range")
+                 for method, path, headers in proxy.seen[asked:] if "events.jsonl" in path]
+        start = len(b"".join(lines[:500])) - far.OVERLAP_BYTES
+        assert [it for it in parts if it and it.startswith(f"bytes={start}-")] == [
+            it for it in parts if it]
+        bucket.put("events-000001.jsonl", b"".join(lines))
+        bucket.put("events.jsonl", b"")
+        bucket.put("events.jsonl", b"new\n")
+        until(lambda: has_read([*lines, b"new\n"]))
+        fault = proxy.fault("forbidden", times=10**6)
+        until(lambda: "did not list its objects" in run.trouble)
+        fault.times = 0
+        until(lambda: not run.trouble)
+
+
+def test_a_run_that_cannot_be_read_is_an_error_with_the_remedy(
+        proxy: FaultyProxy, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """No such run, no bucket, no permission, an address without a bucket."""
+    def said(address: str) -> str:
+        assert main(["verify", address]) == 2
+        return capsys.readouterr().err
+
+    assert (f"{url} has no event log: neither events.jsonl nor diary/events.jsonl. Name the folder "
+            f"of a fleet, {scheme(url)}://BUCKET/NAME" in said(url))
+    kind = "bucket" if scheme(url) == "gs" else "container"
+    assert f"Correct the {kind}'s name." in said(url.replace(BUCKET, "missing"))
+    assert "has no bucket. Use" in said(f"{scheme(url)}://")
+    fault = proxy.fault("forbidden", times=10**6)
+    assert re.search(r"Grant roles/storage.objectViewer on the bucket bucket|"
+                     r"Grant the role Storage Blob Data Reader on the container bucket", said(url))
+    assert fault.fired == 1
 
 
 def test_the_user_s_random_numbers_do_not_depend_on_the_network(proxy: FaultyProxy, url: str,

@@ -1,6 +1,6 @@
 """`elastic-trainer report`: the summary of a run, or of several side by side.
 
-    elastic-trainer report runs/NAME|s3://BUCKET/NAME
+    elastic-trainer report runs/NAME|s3://BUCKET/NAME     also gs:// and az://
     elastic-trainer report runs/NAME --svg run.svg
     elastic-trainer report runs/A runs/B --prices prices.toml --markdown
 """
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_trainer.commands.run_folders import (
-    BUCKET,
     RUN,
     prices_of,
     require_events,
@@ -24,6 +23,7 @@ from elastic_trainer.commands.run_folders import (
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.modes import write_text
 from elastic_trainer.host.options import Parser
+from elastic_trainer.state.stores import BUCKETS
 from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ FILES = {"--prices": "the prices of the hosts (TOML), or ec2 to ask AWS, for wha
 def main(argv: Sequence[str]) -> int:
     """Print the summaries of runs, and write the files that are named. Raises ConfigError."""
     options = _parser().parse_args(argv)
-    far = [place for place in options.run_dirs if place.startswith(BUCKET)]
+    far = [place for place in options.run_dirs if place.startswith(BUCKETS)]
     if far and options.timeline:
         raise ConfigError(f"--timeline joins files of the workers, which {far[0]} does not have. "
                           f"Name the run's folder on its coordinator.")

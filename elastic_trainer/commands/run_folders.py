@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_trainer.config import ConfigError
+from elastic_trainer.state.stores import BUCKETS
 
 if TYPE_CHECKING:
     from elastic_trainer.views.far import FarRun
     from elastic_trainer.views.prices import Pricing
 
-BUCKET = "s3://"
-RUN = "e.g. runs/NAME, or s3://BUCKET/NAME of a fleet"
+RUN = "e.g. runs/NAME, or s3://, gs:// or az:// with BUCKET/NAME"
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def run_folders(places: Sequence[str]) -> Iterator[tuple[list[Path], list[FarRun
     with ExitStack() as stack:
         runs = dict[str, "FarRun"]()
         for place in places:
-            if place.startswith(BUCKET) and place not in runs:
+            if place.startswith(BUCKETS) and place not in runs:
                 from elastic_trainer.views.far import opened
 
                 runs[place] = stack.enter_context(opened(place))

@@ -1,6 +1,6 @@
 """`elastic-trainer verify`: prove from the event log that no sample was lost or repeated.
 
-    elastic-trainer verify runs/NAME|s3://BUCKET/NAME
+    elastic-trainer verify runs/NAME|s3://BUCKET/NAME     also gs:// and az://
 """
 
 from __future__ import annotations

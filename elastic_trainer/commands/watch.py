@@ -1,6 +1,6 @@
 """`elastic-trainer watch`: the progress of a run in the terminal, as a page, as spans, or as lines.
 
-    elastic-trainer watch runs/NAME|s3://BUCKET/NAME
+    elastic-trainer watch runs/NAME|s3://BUCKET/NAME     also gs:// and az://
     elastic-trainer watch runs/A runs/B --web
     elastic-trainer watch runs/NAME --otel
     elastic-trainer watch runs/NAME --json [--kubernetes-events]

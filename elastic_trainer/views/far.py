@@ -1,16 +1,16 @@
-"""A run that is read from a bucket: `elastic-trainer watch s3://BUCKET/NAME`.
+"""A run that is read from a bucket: `elastic-trainer watch s3://BUCKET/NAME`, or gs://, az://.
 
-a fleet's coordinator (deploy/hosts/events.sh) → bucket → Mirror → a temporary folder of this user
-→ Reader, as of the run's own folder
+the coordinator (deploy/hosts/events.sh, or a user's own timer) → bucket → Mirror → a temporary
+folder of this user → Reader, as of the run's own folder
 
 What always holds:
-1. It only reads the bucket: s3:ListBucket and s3:GetObject on the folder of the log.
+1. It only reads the bucket: of S3, s3:ListBucket and s3:GetObject on the folder of the log.
 2. The folder is made for this command, has mode 700, and goes with it. The first copy is whole
    before the command begins. Later the bucket is listed once in POLL_S. A fault of the network then
    ends nothing: `trouble` has it until a list succeeds.
 3. The folder's files are those of one list of the bucket. If an object has changed since the list,
-   the bucket is listed again. An object is fetched when its size or ETag has changed. Of the newest
-   segment only the bytes after those of the folder are fetched, if they continue it.
+   the bucket is listed again. An object is fetched when its size or version has changed. Of the
+   newest segment only the bytes after those of the folder are fetched, if they continue it.
 4. A Reader of the folder gets each line once, also while this copy changes: the newest segment
    leaves before its sealed copy comes. A newest segment whose first line is that of a sealed one
    is an older copy of it, and is left out.
@@ -43,8 +43,8 @@ from elastic_trainer.events.segments import DAMAGE, EVENTS_FILE, LONGEST_LINE_BY
 from elastic_trainer.events.sigterm import ended_by_sigterm
 from elastic_trainer.events.summary import RESULT_FILE
 from elastic_trainer.host.modes import replace_whole
-from elastic_trainer.state.s3 import Entry, S3Store
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable
+from elastic_trainer.state.store import Bucket, Entry, StoreRefused, StoreUnavailable
+from elastic_trainer.state.stores import open_bucket
 from elastic_trainer.wire.plain import plain
 
 MOST_OBJECTS = 100_000
@@ -83,7 +83,7 @@ def gaps(sealed: Mapping[int, str]) -> list[str]:
 class Mirror:
     """The copy of one run's log. One thread refreshes it."""
 
-    def __init__(self, store: S3Store, folder: Path):
+    def __init__(self, store: Bucket, folder: Path):
         self.store, self.folder = store, folder
         self.left_out: dict[str, str] = {}
         """The segments that are not whole in the copy, with the reason in a sentence."""
@@ -171,8 +171,10 @@ class Mirror:
 
     def _fetch(self, name: str, entry: Entry, first: int = 0) -> bytes:
         """Return an object's bytes from the first on. Raises Changed if it is another one now."""
-        data, etag = self.store.get_from(name, first, entry.bytes - first)
-        if etag != entry.etag or len(data) != entry.bytes - first:
+        if entry.bytes == first:
+            return b""
+        data, version = self.store.get_from(name, first, entry.bytes - first)
+        if version != entry.version or len(data) != entry.bytes - first:
             raise Changed(name)
         return data
 
@@ -219,6 +221,9 @@ LOG_FOLDER = "diary"
 """The folder of the log in the folder of a fleet (deploy/hosts/events.sh)."""
 POLL_S = 5.0
 CLOSE_S = 2.0
+ENDPOINTS = {"s3": "AWS_REGION and AWS_ENDPOINT_URL_S3", "gs": "STORAGE_EMULATOR_HOST",
+             "az": "the account's name"}
+"""What decides by which server a bucket is read, for remedies."""
 
 
 class FarRun:
@@ -270,8 +275,9 @@ def opened(address: str) -> Iterator[FarRun]:
         except StoreRefused as error:
             raise ConfigError(str(error)) from error
         except StoreUnavailable as error:
-            raise ConfigError(f"{str(error).rstrip('.')}. Check the network, AWS_REGION and "
-                              f"AWS_ENDPOINT_URL_S3, and call the command again.") from error
+            raise ConfigError(f"{str(error).rstrip('.')}. Check the network, "
+                              f"{ENDPOINTS[urlsplit(address).scheme]}, and call the command again."
+                              ) from error
         for sentence in run.mirror.left_out.values():
             tell(sentence)
         try:
@@ -285,22 +291,22 @@ def tell(sentence: str) -> None:
     print(f"elastic-trainer: {plain(sentence)}", file=sys.stderr, flush=True)
 
 
-def _store_of(address: str) -> S3Store:
+def _store_of(address: str) -> Bucket:
     """Return the folder of the log: the address itself, or the log's folder in that of a fleet."""
     parts = urlsplit(address)
     folder = parts._replace(path="/" + parts.path.strip("/")).geturl()
     of_fleet = parts._replace(path=f"{parts.path.rstrip('/')}/{LOG_FOLDER}").geturl()
     is_log_folder = parts.path.rstrip("/").endswith(f"/{LOG_FOLDER}")
     for url in (folder,) if is_log_folder else (of_fleet, folder):
-        store = S3Store(url, is_reader=True)
+        store = open_bucket(url, is_reader=True)
         if is_log(store.entries(MOST_OBJECTS)):
             return store
     raise ConfigError(f"{address} has no event log: neither events.jsonl nor "
-                      f"{LOG_FOLDER}/events.jsonl. Name the folder of a fleet, s3://BUCKET/NAME, "
-                      f"or the folder that has the events.jsonl.")
+                      f"{LOG_FOLDER}/events.jsonl. Name the folder of a fleet, "
+                      f"{parts.scheme}://BUCKET/NAME, or the folder that has the events.jsonl.")
 
 
-def _name_of(store: S3Store) -> str:
+def _name_of(store: Bucket) -> str:
     """Return the run's name: that of the fleet's folder. Raises ConfigError."""
     parts = [store.bucket, *filter(None, store.prefix.split("/"))]
     name = parts[-2] if parts[-1] == LOG_FOLDER and len(parts) > 1 else parts[-1]
