@@ -20,8 +20,16 @@ from typing import Any
 
 from netlab import COORDINATOR, Fleet, Lab
 from s3_servers import Unavailable
+from waiting import wait_for
 
 PORT = 6379
+STORE_BYTES = 80_000_000
+HEAD_ID = f"{'f' * 51}00000"
+"""What Ray's provider fake_multinode takes for the head's node."""
+LISTS = ("cluster_synced_files", "initialization_commands", "setup_commands",
+         "head_setup_commands", "worker_setup_commands", "head_start_ray_commands",
+         "worker_start_ray_commands")
+"""Settings of an autoscaler for machines that it has to set up."""
 RAY = Path(sys.executable).parent / "ray"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore",
          "RAY_raylet_start_wait_time_s": "150",  # on a machine whose cores are busy
@@ -43,6 +51,8 @@ class RayLab(Lab):
         self.temp = f"/tmp/ray-lab-{os.getpid()}"
         Path(self.temp).mkdir(exist_ok=True)
         self.seen = dict(os.environ)
+        self.autoscaling: Path | None = None
+        """The configuration of the autoscaler of heads that start from now on."""
 
     def __exit__(self, *reason: object) -> None:
         super().__exit__(*reason)
@@ -58,9 +68,47 @@ class RayLab(Lab):
         if COORDINATOR not in self.hosts:
             self.boot(COORDINATOR)
             self._own_folder(COORDINATOR)
+        scales = [f"--autoscaling-config={self.autoscaling}"] if self.autoscaling else [
+            "--no-monitor"]
         self.ray(COORDINATOR, "start", "--head", f"--port={PORT}", "--num-cpus=0",
-                 "--include-dashboard=false", "--no-monitor", f"--temp-dir={self.temp}",
+                 "--include-dashboard=false", f"--temp-dir={self.temp}", *scales,
                  *self._of_node(COORDINATOR))
+
+    def autoscale(self, most: int, is_v2: bool = False) -> None:
+        """Let a head that starts later have Ray's autoscaler, which makes nodes of one processor on
+        the head's host (its provider fake_multinode); or change the most nodes."""
+        self.autoscaling = self.folder / "autoscaling.json"
+        self.seen |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        if is_v2:
+            self.seen |= {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID,
+                          "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID}
+        kinds = {"ray.head.default": {"resources": {}, "node_config": {}, "max_workers": 0},
+                 "small": {"resources": {"CPU": 1, "object_store_memory": STORE_BYTES},
+                           "node_config": {}, "min_workers": 0, "max_workers": most}}
+        config = {"cluster_name": "lab", "max_workers": most, "idle_timeout_minutes": 0.1,
+                  "provider": {"type": "fake_multinode", "gcs_address": self.head,
+                               "launch_multiple": is_v2, "head_node_id": HEAD_ID,
+                               "use_node_id_as_ip": True, "disable_node_updaters": True,
+                               "disable_launch_config_check": True},
+                  "available_node_types": kinds, "head_node_type": "ray.head.default",
+                  "upscaling_speed": 1.0, "auth": {}, "docker": {}, "file_mounts": {},
+                  **{name: [] for name in LISTS}}
+        new = self.autoscaling.with_suffix(".new")
+        new.write_text(json.dumps(config))
+        new.replace(self.autoscaling)
+
+    def start_redis(self, name: str) -> None:
+        """Boot a host with a Redis, in which heads that start later keep what their GCS knows."""
+        self.boot(name)
+        self.start(name, ["redis-server", "--bind", self.address(name), "--protected-mode", "no",
+                          "--dir", "/run", "--rdbcompression", "no"])
+        self.seen["RAY_REDIS_ADDRESS"] = f"{self.address(name)}:{PORT}"
+        wait_for("Redis", lambda: self.redis(name, "ping", "||", "true") == "PONG")
+
+    def redis(self, name: str, *command: str) -> str:
+        """Send a command to the Redis of a host; return what it answers."""
+        return self.inside(name, "sh", "-c", f"redis-cli -h {self.address(name)} "
+                                             f"{' '.join(command)}").strip()
 
     def add_nodes(self, *names: str) -> None:
         """Boot hosts, and start a node with one processor on each, all at once."""
@@ -89,11 +137,25 @@ class RayLab(Lab):
 
     def nodes(self) -> list[dict[str, Any]]:
         """Return what Ray tells of its nodes."""
-        script = ("import json, ray; ray.init(address='" + self.head + "', logging_level='ERROR', "
-                  "log_to_driver=False); print('nodes', json.dumps(ray.nodes()))")
-        told = self.inside_with(COORDINATOR, sys.executable, "-c", script)
-        nodes: list[dict[str, Any]] = json.loads(told.split("nodes ", 1)[1].splitlines()[0])
+        nodes: list[dict[str, Any]] = self._of_job("ray.nodes()")
         return nodes
+
+    def living(self) -> set[str]:
+        """Return the ids of the nodes that live, without the head's."""
+        return {node["NodeID"] for node in self.nodes()
+                if node["Alive"] and "node:__internal_head__" not in node["Resources"]}
+
+    def node_of_a_task(self) -> str:
+        """Run a task of another job that needs a processor; return the id of its node."""
+        return str(self._of_job("ray.get(ray.remote(num_cpus=1)(lambda: "
+                                "ray.get_runtime_context().get_node_id()).remote())"))
+
+    def _of_job(self, value: str) -> Any:
+        """Return a value of a job of Ray's."""
+        script = (f"import json, ray; ray.init(address='{self.head}', logging_level='ERROR', "
+                  f"log_to_driver=False); print('told', json.dumps({value}))")
+        told = self.inside_with(COORDINATOR, sys.executable, "-c", script)
+        return json.loads(told.split("told ", 1)[1].splitlines()[0])
 
     def ray(self, name: str, *arguments: str) -> str:
         """Run a command of Ray's on a host."""
@@ -121,7 +183,7 @@ class RayLab(Lab):
         self.inside(name, "mount", "-t", "tmpfs", "tmpfs", self.temp)
 
     def _of_node(self, name: str) -> list[str]:
-        return [f"--node-ip-address={self.address(name)}", "--object-store-memory=80000000",
+        return [f"--node-ip-address={self.address(name)}", f"--object-store-memory={STORE_BYTES}",
                 "--disable-usage-stats", "--include-log-monitor=false"]
 
 

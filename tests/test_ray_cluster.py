@@ -13,8 +13,11 @@ import ray_lab
 from netlab import COORDINATOR
 from ray_lab import RayFleet, RayLab
 from s3_servers import Unavailable
+from waiting import wait_for
 
 JOB = ("--steps", "60", "--step-s", "0.3", "--checkpoint-every", "10")
+SLOW = ("--steps", "400", "--step-s", "0.3", "--checkpoint-every", "50")
+"""It ends when the test lets it hurry."""
 
 
 @pytest.fixture
@@ -105,3 +108,31 @@ def test_the_same_submission_goes_on_when_the_head_was_restarted(
             event["attempt"] == 2 for event in fleet.events("worker.generation_started")), 300)
         assert fleet.finish() == 0, fleet.story()
     fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_ray_s_autoscaler_makes_nodes_for_a_run_and_takes_only_idle_ones(
+        lab: RayLab, tmp_path: Path, twin_of: Callable[..., str], version: str) -> None:
+    """The cluster is a head without processors. Agents that wait are the autoscaler's demand: it
+    makes the one node that it may have, and the run starts; it may have more, and the run grows.
+    The autoscaler takes the node of another job when it is idle, and no node of the run. With the
+    end of the run the demand is gone, and so are the nodes."""
+    lab.autoscale(1, is_v2=version == "v2")
+    fleet = RayFleet(lab, tmp_path, ["n1", "n2", "n3"], job=SLOW)
+    lab.start_head()
+    with fleet:
+        generation = fleet.wait_for_world(1)
+        assert len(lab.living()) == 1
+        lab.autoscale(4)
+        generation = fleet.wait_for_world(3, generation)
+        ours = lab.living()
+        other = lab.node_of_a_task()
+        assert other not in ours and len(ours) == 3
+        fleet.wait_for("end of the idle node", lambda: other not in lab.living(), 300)
+        assert lab.living() == ours
+        assert len(fleet.events("worker.generation_started")) == generation, fleet.story()
+        assert fleet.finish() == 0, fleet.story()
+    wait_for("end of all nodes", lambda: not lab.living(), 300, lab.log)
+    fleet.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert not fleet.events("worker.step_redone")

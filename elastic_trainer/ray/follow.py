@@ -22,7 +22,11 @@ from typing import Any
 
 import ray
 from ray._private import state as ray_state
+from ray._private.ray_constants import DEBUG_AUTOSCALING_STATUS
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.autoscaler.v2.utils import is_autoscaler_v2
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError
+from ray.experimental.internal_kv import _internal_kv_get
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.ray.coordinator import EXIT_BAD_JOB, Coordinator
@@ -40,6 +44,8 @@ LOOK_S = 1.0
 PROBE_S = 5.0
 CONNECT_S = 90.0
 ANSWER_S = 30.0
+REPORT_S = 10.0
+"""The time in which a new head has the first report of its autoscaler."""
 HEAD = "node:__internal_head__"
 """Ray's resource of the head's node, which is seldom a spot machine. Without it there is no Ray."""
 LOST_S = 60.0
@@ -104,12 +110,36 @@ def find_or_start(job: Job, waits: bool) -> Any:
         return actor
     nodes = [node for node in ray.nodes() if node["Alive"]]
     ever = ray_state.state.get_max_resources_from_cluster_config()
-    require_room(job, [(node["NodeManagerAddress"], node["Resources"]) for node in nodes], ever,
-                 waits)
+    rooms = [(node["NodeManagerAddress"], node["Resources"]) for node in nodes]
+    try:
+        require_room(job, rooms, ever, waits)
+    except ConfigError:
+        if not has_autoscaler():
+            raise
     has_head = any(HEAD in node["Resources"] for node in nodes)
     return ray.remote(Coordinator).options(
         name=name, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0,
         max_restarts=-1, resources={HEAD: 0.001} if has_head else None).remote(job.to_json())
+
+
+def has_autoscaler() -> bool:
+    """Return whether an autoscaler may add nodes.
+
+    Ray has no question for it, and its autoscaler does not tell the most resources. v1 reports the
+    kind of each node, and calls it node_ID in a cluster without an autoscaler. v2 needs the cloud's
+    id of each machine. Source: in ray/autoscaler _private/monitor.py,
+    _private/readonly/node_provider.py, v2/instance_manager.
+    """
+    if is_autoscaler_v2():
+        status = get_cluster_status(ray.get_runtime_context().gcs_address)
+        return any(node.instance_id for node in status.active_nodes + status.idle_nodes)
+    until = time.monotonic() + REPORT_S
+    while not (report := _internal_kv_get(DEBUG_AUTOSCALING_STATUS)):
+        if time.monotonic() > until:
+            return False
+        time.sleep(LOOK_S)
+    kinds = (json.loads(report).get("autoscaler_report") or {}).get("node_type_mapping") or {}
+    return any(not kind.startswith("node_") for kind in kinds.values())
 
 
 def follow(job: Job, actor: Any) -> int | None:
