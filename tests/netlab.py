@@ -43,6 +43,7 @@ import s3_servers
 from cluster import Cluster
 from faulty_proxy import FaultyProxy
 from metadata_server import MetadataServer
+from packages import install
 from s3_servers import Unavailable
 from terraform import HOSTS
 from waiting import wait_for
@@ -95,13 +96,7 @@ def prepare() -> None:
             f"mount"
         )
     if not sshd():
-        for command in ("update --quiet",
-                        "install --yes --quiet --no-install-recommends openssh-server"):
-            # Without /run/systemd the package starts no service: the machine itself gets no ssh.
-            hidden = ("[ -d /run/systemd ] && mount -t tmpfs tmpfs /run/systemd; "
-                      f"apt-get -o DPkg::Lock::Timeout=120 {command}")
-            subprocess.run(["unshare", "--mount", "sh", "-c", hidden], capture_output=True,
-                           env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
+        install("openssh-server")  # and the machine itself gets no ssh
     if not sshd():
         raise Unavailable(
             "the lab of hosts needs sshd, and it could not be installed: apt-get install "

@@ -13,12 +13,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from netlab import COORDINATOR, Fleet, Lab
+from packages import install
 from s3_servers import Unavailable
 from waiting import wait_for
 
@@ -26,6 +29,8 @@ PORT = 6379
 STORE_BYTES = 80_000_000
 HEAD_ID = f"{'f' * 51}00000"
 """What Ray's provider fake_multinode takes for the head's node."""
+FAKE = "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider"
+"""Called by its type, fake_multinode, it needs a file that Ray's wheel lacks."""
 LISTS = ("cluster_synced_files", "initialization_commands", "setup_commands",
          "head_setup_commands", "worker_setup_commands", "head_start_ray_commands",
          "worker_start_ray_commands")
@@ -34,6 +39,15 @@ RAY = Path(sys.executable).parent / "ray"
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore",
          "RAY_raylet_start_wait_time_s": "150",  # on a machine whose cores are busy
          "RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0"}
+
+
+def prepare_redis() -> None:
+    """Install Redis where it is missing and apt-get can. Raises Unavailable."""
+    if not shutil.which("redis-server"):
+        install("redis-server", "redis-tools")
+    if not shutil.which("redis-server"):
+        raise Unavailable("a head of Ray that comes back needs Redis, and it could not be "
+                          "installed: apt-get install redis-server")
 
 
 def prepare() -> None:
@@ -76,7 +90,7 @@ class RayLab(Lab):
 
     def autoscale(self, most: int, is_v2: bool = False) -> None:
         """Let a head that starts later have Ray's autoscaler, which makes nodes of one processor on
-        the head's host (its provider fake_multinode); or change the most nodes."""
+        the head's host (its provider for tests); or change the most nodes."""
         self.autoscaling = self.folder / "autoscaling.json"
         self.seen |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
         if is_v2:
@@ -86,7 +100,7 @@ class RayLab(Lab):
                  "small": {"resources": {"CPU": 1, "object_store_memory": STORE_BYTES},
                            "node_config": {}, "min_workers": 0, "max_workers": most}}
         config = {"cluster_name": "lab", "max_workers": most, "idle_timeout_minutes": 0.1,
-                  "provider": {"type": "fake_multinode", "gcs_address": self.head,
+                  "provider": {"type": "external", "module": FAKE, "gcs_address": self.head,
                                "launch_multiple": is_v2, "head_node_id": HEAD_ID,
                                "use_node_id_as_ip": True, "disable_node_updaters": True,
                                "disable_launch_config_check": True},
@@ -103,12 +117,29 @@ class RayLab(Lab):
         self.start(name, ["redis-server", "--bind", self.address(name), "--protected-mode", "no",
                           "--dir", "/run", "--rdbcompression", "no"])
         self.seen["RAY_REDIS_ADDRESS"] = f"{self.address(name)}:{PORT}"
-        wait_for("Redis", lambda: self.redis(name, "ping", "||", "true") == "PONG")
+        wait_for("Redis", lambda: self._answers(name, PORT))
 
     def redis(self, name: str, *command: str) -> str:
         """Send a command to the Redis of a host; return what it answers."""
-        return self.inside(name, "sh", "-c", f"redis-cli -h {self.address(name)} "
-                                             f"{' '.join(command)}").strip()
+        return self.inside(name, "redis-cli", "-h", self.address(name), *command).strip()
+
+    def is_kept_in_redis(self, name: str, file: str) -> bool:
+        """Return whether the Redis of a host has the content of a file of the head's host."""
+        secret = self.inside(COORDINATOR, "cat", file).strip()
+        self.redis(name, "save")
+        with open(f"/proc/{self.hosts[name].pid}/root/run/dump.rdb", "rb") as dump:
+            return secret.encode() in dump.read()
+
+    def kill_gcs(self) -> list[str]:
+        """Kill the head's GCS alone; return its command."""
+        pid = self.inside(COORDINATOR, "pgrep", "-x", "gcs_server").strip()
+        command = self.inside(COORDINATOR, "cat", f"/proc/{pid}/cmdline").split("\0")[:-1]
+        self.inside(COORDINATOR, "kill", "-9", pid)
+        return command
+
+    def start_gcs(self, command: list[str]) -> None:
+        """Start the head's GCS alone, by the command that `kill_gcs` has returned."""
+        self.start(COORDINATOR, command, env=self.seen | QUIET)
 
     def add_nodes(self, *names: str) -> None:
         """Boot hosts, and start a node with one processor on each, all at once."""
@@ -177,6 +208,10 @@ class RayLab(Lab):
     def log(self) -> str:
         """Return what the lab's processes have printed last."""
         return (self.folder / "lab.log").read_text(errors="replace")[-3000:]
+
+    def _answers(self, name: str, port: int) -> bool:
+        with self.network_of(name), socket.socket() as probe:
+            return probe.connect_ex((self.address(name), port)) == 0
 
     def _own_folder(self, name: str) -> None:
         """Give a host its own folder of Ray's, which has a file with the node's address."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from netlab import COORDINATOR, Fleet, Lab
+from packages import install
 from s3_servers import Unavailable
 from waiting import wait_for
 
@@ -61,13 +62,7 @@ MinJobAge=300
 def prepare() -> None:
     """Install Slurm where it is missing and apt-get can. Raises Unavailable."""
     if missing():
-        for command in ("update --quiet",
-                        f"install --yes --quiet --no-install-recommends {' '.join(PACKAGES)}"):
-            # Without /run/systemd the packages start no service, nor may they by policy-rc.d.
-            hidden = ("[ -d /run/systemd ] && mount -t tmpfs tmpfs /run/systemd; "
-                      f"exec nice apt-get -o DPkg::Lock::Timeout=120 {command}")
-            subprocess.run(["unshare", "--mount", "sh", "-c", hidden], capture_output=True,
-                           env=os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"})
+        install(*PACKAGES)
     if lacking := missing():
         raise Unavailable(f"the tests of Slurm need {', '.join(lacking)}, and they could not be "
                           f"installed: apt-get install {' '.join(PACKAGES)}")

@@ -136,3 +136,40 @@ def test_ray_s_autoscaler_makes_nodes_for_a_run_and_takes_only_idle_ones(
     wait_for("end of all nodes", lambda: not lab.living(), 300, lab.log)
     fleet.assert_nothing_lost(twin_of(*SLOW), victims=0)
     assert not fleet.events("worker.step_redone")
+
+
+@pytest.mark.long
+def test_a_run_goes_on_when_the_head_is_away_and_ray_keeps_its_gcs_in_redis(
+        lab: RayLab, tmp_path: Path, twin_of: Callable[..., str]) -> None:
+    """While the GCS is away the run trains on, and the list of hosts holds. When the whole head is
+    stopped, so is the coordinator on it: the workers write a last checkpoint, the nodes live on,
+    and the new head starts the coordinator, which takes the agents over. Redis has no key."""
+    try:
+        ray_lab.prepare_redis()
+    except Unavailable as error:
+        pytest.skip(str(error))
+    lab.start_redis("h9")
+    with RayFleet(lab, tmp_path, ["h1", "h2", "h3"], job=SLOW) as fleet:
+        generation = fleet.wait_for_world(3)
+        nodes = lab.living()
+        assert not lab.is_kept_in_redis("h9", key_file_of(lab)), "the run's key"
+        gcs = lab.kill_gcs()
+        fleet.wait_for_step(fleet.newest_step() + 40)
+        lab.start_gcs(gcs)
+        lab.drain_node("h1", 60)
+        generation = fleet.wait_for_world(2, generation)
+        fleet.wait_for_step(fleet.newest_step() + 2)
+        assert not fleet.events("worker.step_redone") and not fleet.lost(), fleet.story()
+        lab.ray(COORDINATOR, "stop", "--force")
+        fleet.wait_for("end of the first attempt", lambda: fleet.events("attempt.ended"))
+        newest = fleet.newest_step()
+        lab.start_head()
+        fleet.wait_for("second attempt", lambda: any(
+            event["attempt"] == 2 for event in fleet.events("worker.generation_started")), 300)
+        assert lab.living() <= nodes
+        assert fleet.finish() == 0, fleet.story()
+    (first, *_) = [event for event in fleet.events("worker.generation_started")
+                   if event["attempt"] == 2]
+    assert first["step"] == newest + 1, "the workers have written a last checkpoint"
+    fleet.assert_nothing_lost(twin_of(*SLOW), victims=0)
+    assert not fleet.events("worker.step_redone")
