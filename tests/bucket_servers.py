@@ -13,7 +13,6 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from urllib.parse import urlsplit
 
 from ports import free_port
 from s3_servers import BUCKET, Unavailable, process
+from waiting import wait_for
 
 from elastic_trainer.commands.local_s3 import BY_HASH, installed
 from elastic_trainer.config import ConfigError
@@ -34,7 +34,6 @@ ACCOUNT = "devstoreaccount1"
 AZURITE_KEY = ("Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/K"
                "BHBeksoGMGw==")
 """Azurite's documented account key, which is the same everywhere."""
-START_S = 90.0
 
 
 def google_environment(endpoint: str) -> dict[str, str]:
@@ -134,15 +133,12 @@ def _with_google_bucket(port: int, server: subprocess.Popen[bytes]) -> str:
 
 
 def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError as error:
-            if time.monotonic() > deadline or server.poll() is not None:
-                raise AssertionError(f"{server.args} did not start: {error}") from error
-            time.sleep(0.05)
+    def answers() -> bool:
+        assert server.poll() is None, f"{server.args} did not start"
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        return True
+
+    wait_for(f"answer of {server.args}", answers)
 
 
 def port_of(endpoint: str) -> int:

@@ -138,6 +138,10 @@ ODD = {"server error": (500, b""), "gateway": (502, b"<html>Bad Gateway</html>")
        "half": (200, b'{"value": [{"na'), "no list": (200, b'{"value": 7, "managedInstances": 7}'),
        "strange items": (200, b'{"value": ["x"], "managedInstances": ["x"]}'),
        "no fields": (200, b'{"value": [{}], "managedInstances": [{"id": "1"}], "sku": {}}'),
+       "other kinds": (200, b'{"value": [], "properties": [], "managedInstances": [{"id": "1", '
+                            b'"instance": "/zones/z/x"}], "items": [{"id": "1", "scheduling": [], '
+                            b'"creationTimestamp": "2026-11-27T08:00:00Z", '
+                            b'"machineType": "/zones/z/machineTypes/n"}]}'),
        "denied": (403, None), "throttled": (429, None)}
 
 

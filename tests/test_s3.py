@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import datetime
 import io
-import json
 import random
 import threading
 import time
@@ -19,15 +18,16 @@ import botocore.auth
 import botocore.utils
 import pytest
 import s3_servers
+import store_laws
 import torch
 from botocore.exceptions import ClientError
 from botocore.response import StreamingBody
 from faulty_proxy import STATUS, FaultyProxy, proxied
 from safetensors.torch import load, load_file
+from store_laws import make_another, steps_in
 from test_checkpoint import Fleet, begun
 from test_state import assert_one_wins
 
-from elastic_trainer.__main__ import main
 from elastic_trainer.state import s3
 from elastic_trainer.state.checkpoint import PARTS, Plan
 from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
@@ -66,31 +66,9 @@ def url(proxy: FaultyProxy, request: pytest.FixtureRequest) -> str:
     return f"s3://{s3_servers.BUCKET}/tests/{abs(hash(request.node.name))}-{time.monotonic_ns()}"
 
 
-def make_another(writers: Fleet) -> None:
-    """Train a step and publish it, with parts of its own only."""
-    writers.train()
-    for worker in writers.workers:
-        worker.known.parts = {}
-    writers.checkpoint()
-
-
-def steps_in(url: str) -> set[int]:
-    """Return the steps of which there are parts."""
-    return {int(name.split("/")[1].split("-")[1]) for name in open_store(url).list(PARTS)}
-
-
 def test_any_world_restores_what_any_world_has_written(url: str) -> None:
-    """Three write, two read, one reads; the store is proved first, and has no more than what is
-    kept."""
-    writers = Fleet(url, 3)
-    assert writers.restore() == [None] * 3
-    for _ in range(6):
-        make_another(writers)
-    assert Fleet(url, 2, steps=0).restore() == [9, 9]
-    assert Fleet(url, steps=0).restore() == [9]
-    store = open_store(url)
-    assert steps_in(url) == {7, 8, 9} and not writers.events.facts("state.rubbish_kept")
-    assert store.list("log", limit=1) == store.list("log")[:1]
+    """Three write, two read, one reads."""
+    store_laws.any_world_restores_what_any_world_has_written(url)
 
 
 def test_reads_no_more_of_an_object_than_is_asked_for(proxy: FaultyProxy, url: str) -> None:
@@ -130,10 +108,10 @@ WRITING = [(kind, "PUT", where)
            for kind in ("reset", "timeout", "lose_answer", "slow_down", "internal")
            for where in ("/parts/", "/log/")]
 READING = [
-    *((kind, "GET", "/parts/")
+    *((kind, "/parts/")
       for kind in ("reset", "timeout", "truncate", "corrupt", "slow_down", "internal", "bare_404")),
-    *((kind, "GET", "/log/") for kind in ("truncate", "bare_404", "page_404")),
-    *((kind, "GET", "list-type") for kind in ("slow", "internal", "rubbish", "reset", "bare_404"))
+    *((kind, "/log/") for kind in ("truncate", "bare_404", "page_404")),
+    *((kind, "list-type") for kind in ("slow", "internal", "rubbish", "reset", "bare_404"))
 ]
 
 
@@ -142,25 +120,15 @@ def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, u
                                                            method: str, where: str) -> None:
     """Faults of the network are retried within bounds, and a lost answer is settled by the
     nonce."""
-    writers = begun(url, 2)
-    fault = proxy.fault(kind, method=method, contains=where, times=2)
-    writers.checkpoint()
-    assert fault.fired == 2
-    assert writers.published() == [3]
-    assert writers.workers[0].known.fenced is None
-    assert Fleet(url, steps=0).restore() == [3]
+    store_laws.a_checkpoint_stands_when_a_fault_meets_its_upload(proxy, url, kind, method, where)
 
 
-@pytest.mark.parametrize(("kind", "method", "where"), READING)
+@pytest.mark.parametrize(("kind", "where"), READING)
 def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, kind: str,
-                                                  method: str, where: str) -> None:
+                                                  where: str) -> None:
     """Truncated, wrong or refused answers are requested again. The newest checkpoint is
     restored."""
-    begun(url, 2).publish(2)
-    fault = proxy.fault(kind, method=method, contains=where, times=2)
-    reader = Fleet(url, 2, steps=0)
-    assert reader.restore() == [5, 5]
-    assert fault.fired >= 1 and not reader.events.facts("state.checkpoint_refused")
+    store_laws.a_restore_is_right_when_a_fault_meets_it(proxy, url, kind, where, times=2)
 
 
 @pytest.mark.parametrize("where", ["/parts/", "/log/"])
@@ -261,29 +229,14 @@ def test_settings_of_the_url_reach_the_server(proxy: FaultyProxy, url: str) -> N
 def test_the_command_line_reads_checkpoints_over_http(url: str, tmp_path: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:
     """ls, show, verify, prune and export, as with a folder."""
-    writers = begun(url, 2)
-    for _ in range(2):
-        make_another(writers)
-    unreferenced = f"{PARTS}/000000000001-000000000002/000000-x.bin"
-    open_store(url).put(unreferenced, b"x")
     output = tmp_path / "model.safetensors"
     import s3fs  # here: each process of the tests imports this file
 
     s3fs.S3FileSystem.clear_instance_cache()  # its clients of earlier tests know other proxies
-    in_bucket = f"{url}-exported/model.safetensors"  # s3fs writes this one
-    printed = []
-    for action, *arguments in (["ls"], ["show", "--step", "4"], ["verify"], ["prune"],
-                               ["export", str(output)], ["export", in_bucket]):
-        assert main(["checkpoints", action, url, *arguments]) == 0
-        printed.append(capsys.readouterr().out)
-    assert [line.split()[0] for line in printed[0].splitlines()[1:]] == ["4", "5"]
-    assert json.loads(printed[1])["step"] == 4
-    assert printed[2].count("whole: step") == 2
-    assert "deleted 1 parts" in printed[3] and unreferenced not in open_store(url).list(PARTS)
-    exported = load_file(output)
-    assert exported.keys() == writers.states[0].model.state_dict().keys()
+    store_laws.the_command_line_reads_checkpoints(
+        url, output, capsys, f"{url}-exported/model.safetensors")  # s3fs writes this one
     # Not the bytes: safetensors writes the metadata in an order of chance.
-    copied = load(S3Store(f"{url}-exported").get("model.safetensors"))
+    exported, copied = load_file(output), load(S3Store(f"{url}-exported").get("model.safetensors"))
     assert exported.keys() == copied.keys()
     assert all(torch.equal(copied[name], tensor) for name, tensor in exported.items())
 

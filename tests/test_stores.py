@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import store_laws
 from bucket_servers import (
     azure_environment,
     azurite,
@@ -28,10 +29,8 @@ from bucket_servers import (
 from cluster import Cluster
 from faulty_proxy import FaultyProxy
 from s3_servers import BUCKET, Unavailable
-from safetensors.torch import load_file
 from stories import write
-from test_checkpoint import Fleet, begun
-from test_s3 import make_another, steps_in
+from test_checkpoint import begun
 from test_state import assert_one_wins
 from test_store_faults import JOB, Twin
 from test_verify import Story
@@ -39,7 +38,6 @@ from waiting import until
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.segments import Reader
-from elastic_trainer.state.checkpoint import PARTS
 from elastic_trainer.state.commit_log import CommitLog, Fenced
 from elastic_trainer.state.store import StoreRefused, StoreUnavailable, prove_put_if_absent
 from elastic_trainer.state.stores import open_store
@@ -88,15 +86,7 @@ def scheme(url: str) -> str:
 def test_any_world_restores_what_any_world_has_written(url: str) -> None:
     """Three write, two read, one reads. The store is proved first, and keeps what is wanted only.
     """
-    writers = Fleet(url, 3)
-    assert writers.restore() == [None] * 3
-    for _ in range(6):
-        make_another(writers)
-    assert Fleet(url, 2, steps=0).restore() == [9, 9]
-    assert Fleet(url, steps=0).restore() == [9]
-    store = open_store(url)
-    assert steps_in(url) == {7, 8, 9} and not writers.events.facts("state.rubbish_kept")
-    assert store.list("log", limit=1) == store.list("log")[:1]
+    store = store_laws.any_world_restores_what_any_world_has_written(url)
     assert store.list("nothing") == []
 
 
@@ -151,14 +141,8 @@ def test_a_checkpoint_stands_when_a_fault_meets_its_upload(proxy: FaultyProxy, u
     """Faults of the network are retried within bounds, and a lost answer is settled by the nonce.
     """
     needs_long(request, url)
-    writers = begun(url, 2)
-    method, contains = WRITES[scheme(url)]
-    fault = proxy.fault(kind, method=method, contains=contains, times=2)
-    writers.checkpoint()
-    assert fault.fired == 2
-    assert writers.published() == [3]
-    assert writers.workers[0].known.fenced is None
-    assert Fleet(url, steps=0).restore() == [3]
+    store_laws.a_checkpoint_stands_when_a_fault_meets_its_upload(proxy, url, kind,
+                                                                 *WRITES[scheme(url)])
 
 
 @pytest.mark.parametrize(("kind", "where"), [("reset", READS), ("truncate", READS),
@@ -170,11 +154,8 @@ def test_a_restore_is_right_when_a_fault_meets_it(proxy: FaultyProxy, url: str, 
     """Truncated, wrong or refused answers are asked for again. The newest checkpoint is restored.
     """
     needs_long(request, url)
-    begun(url, 2).publish(2)
-    fault = proxy.fault(kind, method="GET", contains=where[scheme(url)], times=1)
-    reader = Fleet(url, 2, steps=0)
-    assert reader.restore() == [5, 5]
-    assert fault.fired == 1 and not reader.events.facts("state.checkpoint_refused")
+    store_laws.a_restore_is_right_when_a_fault_meets_it(proxy, url, kind, where[scheme(url)],
+                                                        times=1)
 
 
 def needs_long(request: pytest.FixtureRequest, url: str) -> None:
@@ -265,21 +246,7 @@ def test_the_first_coordinator_is_fenced_when_two_race(url: str) -> None:
 def test_the_command_line_reads_checkpoints(url: str, tmp_path: Path,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     """ls, show, verify, prune and export, as with a folder."""
-    writers = begun(url, 2)
-    for _ in range(2):
-        make_another(writers)
-    unreferenced = f"{PARTS}/000000000001-000000000002/000000-x.bin"
-    open_store(url).put(unreferenced, b"x")
-    output, printed = tmp_path / "model.safetensors", []
-    for action, *arguments in (["ls"], ["show", "--step", "4"], ["verify"], ["prune"],
-                               ["export", str(output)]):
-        assert main(["checkpoints", action, url, *arguments]) == 0
-        printed.append(capsys.readouterr().out)
-    assert [line.split()[0] for line in printed[0].splitlines()[1:]] == ["4", "5"]
-    assert json.loads(printed[1])["step"] == 4
-    assert printed[2].count("whole: step") == 2
-    assert "deleted 1 parts" in printed[3] and unreferenced not in open_store(url).list(PARTS)
-    assert load_file(output).keys() == writers.states[0].model.state_dict().keys()
+    store_laws.the_command_line_reads_checkpoints(url, tmp_path / "model.safetensors", capsys)
 
 
 def test_the_doctor_proves_each_permission(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,7 @@ from elastic_trainer.discovery.places.rest import (
     Api,
     ApiRefused,
     explain,
+    known_form,
     require_answer,
     seconds_of,
 )
@@ -111,7 +112,7 @@ class Azure:
 
     def instances(self) -> list[Instance]:
         """Return all machines of the scale set. Raises PlaceUnavailable."""
-        try:
+        with known_form(self.api.host):
             scale_set = self.api.ask(self._path, **{"api-version": COMPUTE})
             lifecycle = self._checked(scale_set["properties"])
             machines = list(self.api.pages(
@@ -120,9 +121,6 @@ class Azure:
             addresses = self._addresses() if machines else {}
             found = [self._instance(one, addresses, lifecycle) for one in machines]
             self._wanted = int(scale_set["sku"]["capacity"])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise PlaceUnavailable(f"{self.api.host} answered in an unknown form: "
-                                   f"{error!r}") from error
         self._there = sum(one.notice is None and one.state == "running" for one in found)
         return found
 
@@ -132,13 +130,10 @@ class Azure:
         if self._there >= self._wanted:
             return Supply(there=self._there, wanted=self._wanted)
         view = self.api.ask(f"{self._path}/instanceView", **{"api-version": COMPUTE})
-        try:
+        with known_form(self.api.host):
             failed = [(str(status["code"]).rpartition("/")[2], str(status.get("message", "")))
                       for status in view.get("statuses", [])
                       if str(status["code"]).lower().startswith("provisioningstate/failed")]
-        except (LookupError, TypeError) as error:
-            raise PlaceUnavailable(f"{self.api.host} answered in an unknown form: "
-                                   f"{error!r}") from error
         refusal = refusal_of(*failed[0], self.name) if failed else None
         return Supply(there=self._there, wanted=self._wanted, refusal=refusal)
 

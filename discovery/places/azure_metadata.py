@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from elastic_trainer.discovery.place_protocol import Notice, PlaceUnavailable
-from elastic_trainer.discovery.places.rest import ApiRefused, Token, asked
+from elastic_trainer.discovery.places.rest import ApiRefused, Token, asked, token_in
 
 ENDPOINT = "http://169.254.169.254"
 NOTICE_S = 30.0
@@ -74,10 +74,7 @@ class Metadata:
     def token(self, resource: str) -> Token:
         """Return a token of the machine's identity. Raises PlaceUnavailable, ApiRefused."""
         found = self._get("identity/oauth2/token", TOKENS, TOKEN_TIMEOUT_S, resource=resource)
-        try:
-            return Token(str(found["access_token"]), float(found["expires_in"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlaceUnavailable(f"the metadata service gave no token: {error!r}") from error
+        return token_in(found)
 
     def _noticed(self, event: Mapping[str, Any]) -> Notice | None:
         """Return what an event of this machine means now."""

@@ -33,7 +33,13 @@ from elastic_trainer.discovery.place_protocol import (
     Supply,
 )
 from elastic_trainer.discovery.places.gcp_metadata import ENDPOINT, Metadata
-from elastic_trainer.discovery.places.rest import Api, explain, require_answer, seconds_of
+from elastic_trainer.discovery.places.rest import (
+    Api,
+    explain,
+    known_form,
+    require_answer,
+    seconds_of,
+)
 
 API = "https://compute.googleapis.com/compute/v1"
 PAGE = "500"
@@ -116,7 +122,7 @@ class Gcp:
         """Return all machines of the group. Raises PlaceUnavailable."""
         members = list(self.api.pages(f"{self._path}/listManagedInstances", "managedInstances",
                                       "nextPageToken", "POST", maxResults=PAGE))
-        try:
+        with known_form(self.api.host):
             existing = {str(one["id"]): one for one in members if one.get("id")}
             zones = sorted({_zone(one["instance"]) for one in existing.values()})
             machines = {str(one["id"]): one for zone in zones for one in self.api.pages(
@@ -129,9 +135,6 @@ class Gcp:
                                        f"group {self.group}.")
             found = [self._instance(machines[identity], member)
                      for identity, member in existing.items() if identity in machines]
-        except (LookupError, TypeError, ValueError) as error:
-            raise PlaceUnavailable(f"{self.api.host} answered in an unknown form: "
-                                   f"{error!r}") from error
         self._members = members
         self._there = sum(one.notice is None for one in found)
         return found
@@ -139,7 +142,7 @@ class Gcp:
     def supply(self) -> Supply | None:
         """Return the number of the group's machines in the last answer, and why it gets no others.
         Raises PlaceUnavailable."""
-        try:
+        with known_form(self.api.host):
             wanted = int(self.api.ask(self._path)["targetSize"])
             if self._there >= wanted:
                 return Supply(there=self._there, wanted=wanted)
@@ -148,9 +151,6 @@ class Gcp:
             errors = [(str(error.get("code", "")), str(error.get("message", "")))
                       for attempt in attempts for error in attempt.get("errors", [])]
             errors = errors or self._listed_errors()
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise PlaceUnavailable(f"{self.api.host} answered in an unknown form: "
-                                   f"{error!r}") from error
         refusal = refusal_of(*errors[0], self.group) if errors else None
         return Supply(there=self._there, wanted=wanted, refusal=refusal)
 

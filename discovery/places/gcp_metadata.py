@@ -19,7 +19,14 @@ import time
 from urllib.parse import urlencode
 
 from elastic_trainer.discovery.place_protocol import Notice, PlaceUnavailable
-from elastic_trainer.discovery.places.rest import Answer, ApiRefused, Token, asked
+from elastic_trainer.discovery.places.rest import (
+    Answer,
+    ApiRefused,
+    Token,
+    asked,
+    known_form,
+    token_in,
+)
 
 ENDPOINT = "http://169.254.169.254"
 NOTICE_S = 30.0
@@ -59,11 +66,8 @@ class Metadata:
         text = self.get("instance/service-accounts/default/token")
         if text is None:
             raise ApiRefused(f"This machine has no service account. {NO_ACCOUNT}.")
-        try:
-            found = json.loads(text)
-            return Token(str(found["access_token"]), float(found["expires_in"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlaceUnavailable(f"the metadata service gave no token: {error!r}") from error
+        with known_form("the metadata service"):
+            return token_in(json.loads(text))
 
     def get(self, path: str) -> str | None:
         """Return a text; None: there is none. Raises PlaceUnavailable."""

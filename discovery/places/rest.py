@@ -20,6 +20,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, NamedTuple
 from urllib.parse import urlencode, urlsplit
@@ -82,6 +83,22 @@ def seconds_of(text: str) -> float:
     # Python 3.10 reads fractions of 3 or 6 digits only.
     fraction = re.sub(r"\.(\d+)", lambda found: f".{found[1][:6]:0<6}", text)
     return datetime.fromisoformat(fraction.replace("Z", "+00:00")).timestamp()
+
+
+@contextmanager
+def known_form(server: str) -> Iterator[None]:
+    """Within the block, a server's answer with other fields than the documented ones raises
+    PlaceUnavailable."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise PlaceUnavailable(f"{server} answered in an unknown form: {error!r}") from error
+
+
+def token_in(found: Mapping[str, Any]) -> Token:
+    """Return the token in a metadata service's answer. Raises PlaceUnavailable."""
+    with known_form("the metadata service"):
+        return Token(str(found["access_token"]), float(found["expires_in"]))
 
 
 def require_answer(place: Place) -> None:

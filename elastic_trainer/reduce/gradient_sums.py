@@ -290,16 +290,16 @@ class Gradients:
             raise GradientsWritten
         self._check_left()
         if self._are_new:
-            return self._add_isolated(self._views)
+            return self._move_into(self._views)
         used = self._additions()
         if not set(used) <= {0, 1}:
             raise GradientsWritten
         if self._has_narrow:
-            self._add_isolated([view if is_narrow else None
-                                for view, is_narrow in zip(self._views, self.narrow, strict=True)])
+            self._move_into([view if is_narrow else None
+                             for view, is_narrow in zip(self._views, self.narrow, strict=True)])
         return used
 
-    def _add_isolated(self, sums: Sequence[torch.Tensor | None]) -> list[int]:
+    def _move_into(self, sums: Sequence[torch.Tensor | None]) -> list[int]:
         """Add each `.grad` to its sum, where one is given, and drop it; returns which parameters
         had a gradient."""
         totals, gradients, used = list[torch.Tensor](), list[torch.Tensor](), []
