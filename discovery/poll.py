@@ -101,7 +101,7 @@ class Poller:
     _logged_at: dict[str, float] = field(default_factory=dict)
     _complaints: set[str] = field(default_factory=set)
     _reported: Reported = field(default_factory=Reported)
-    """The refusals of AWS that are in the event log."""
+    """The refusals of the place that are in the event log."""
     _is_supply_known: bool = True
 
     def __post_init__(self) -> None:

@@ -4,9 +4,11 @@ and rubbish; and the notices of their metadata services."""
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,8 @@ from elastic_trainer.discovery.place_protocol import Place, PlaceUnavailable
 from elastic_trainer.discovery.places import azure, azure_metadata, gcp, gcp_metadata
 from elastic_trainer.discovery.places.own import AZURE_TAG, own_place
 from elastic_trainer.discovery.places.rest import Api
+from elastic_trainer.discovery.poll import Poller
+from elastic_trainer.events.log import read_events
 
 DISCOVERY = Path(run.__code__.co_filename).with_name("__main__.py")
 CLOUDS: dict[str, tuple[type[CloudApi], type[MetadataServer], Any, list[str]]] = {
@@ -223,8 +227,9 @@ def test_a_token_goes_to_no_other_host(world: World) -> None:
     assert run([world.name, "--once", *world.options("--api", "http://10.0.0.1:80")]) == 1
 
 
-@pytest.mark.parametrize(("fault", "remedy"), [(403, "Reader|compute.viewer"), (404, "--project|"
-                                                                               "--scale-set")])
+@pytest.mark.parametrize(("fault", "remedy"), [
+    (401, "is not accepted. Check that it"), (403, "Reader|compute.viewer"),
+    (404, "--project|--scale-set")])
 def test_what_the_user_must_correct_is_an_error_at_the_start(world: World, fault: int, remedy: str
                                                              ) -> None:
     """With the role or the options; later it is retried."""
@@ -234,6 +239,23 @@ def test_what_the_user_must_correct_is_an_error_at_the_start(world: World, fault
         world.place()
     with pytest.raises(PlaceUnavailable):
         place.instances()
+
+
+def test_the_last_good_list_holds_while_the_cloud_refuses(world: World, tmp_path: Path) -> None:
+    """The failure is an event with the remedy, and the next answer is taken."""
+    times = iter(range(0, 10**6, 100))
+    poller = Poller(world.place(), tmp_path / "hosts", Policy(lifecycle="any", settle_s=0),
+                    patience_s=60, events_file=tmp_path / "events.jsonl",
+                    clock=lambda: next(times))
+    with ThreadPoolExecutor(1) as pool:
+        poller.poll(pool)
+        listed = (tmp_path / "hosts").read_text()
+        assert len(listed.splitlines()) == 2
+        world.api.fail(403, lasting=True)
+        poller.poll(pool)
+        assert (tmp_path / "hosts").read_text() == listed
+        [event] = [e for e in read_events(tmp_path) if e["event"].endswith("cloud_unavailable")]
+        assert re.search("Reader|compute.viewer", event["error"])
 
 
 def test_a_machine_outside_of_the_cloud_or_without_an_account_is_an_error(world: World) -> None:

@@ -381,7 +381,7 @@ def test_missing_machines_without_a_refusal_are_on_their_way(
         story: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     """There is no event, and the table shows the number of missing machines."""
     assert story.polled(supply(there=1), times=3) == []
-    assert "1 of 4 machines run. AWS has refused none" in story.shown(capsys)
+    assert "1 of 4 machines run. The place has refused none" in story.shown(capsys)
 
 
 def test_a_new_poller_neither_logs_it_again_nor_forgets_its_end(story: Refused) -> None:

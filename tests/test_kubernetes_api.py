@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from kubernetes_servers import MERGE, ControlPlane
 from s3_servers import Unavailable
 from waiting import until
 
+from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.place_protocol import PlaceUnavailable
 from elastic_trainer.discovery.places.kubernetes import Kubernetes
+from elastic_trainer.discovery.poll import Poller
 from elastic_trainer.views.kubernetes_events import AGAIN_S, MAY_NOT, Subject, Teller
 from elastic_trainer.wire import kubernetes as api
 from elastic_trainer.wire.kubernetes import Account, ApiUnavailable
@@ -117,7 +120,7 @@ def test_a_token_is_read_at_each_request(server: ControlPlane, tmp_path: Path) -
             return str(error)
 
     said = until(refusal)  # the server remembers a token for 10 s
-    assert "status 401" in said
+    assert "refuses the token" in said
     assert (tmp_path / "token").read_text() not in said
     server.account("default", "reader", tmp_path / "token")
     assert place.instances() == []
@@ -137,6 +140,33 @@ def test_a_server_that_is_away_has_no_answer_and_then_a_whole_one(
     finally:
         os.kill(process.pid, signal.SIGCONT)
     assert len(until(lambda: answered(place))) == 1
+
+
+def test_the_last_good_list_holds_while_a_token_is_refused(server: ControlPlane,
+                                                           tmp_path: Path) -> None:
+    """Each failure is an event with the command that mends it, and the next list is taken. Where
+    there has been no pod at all, the selector is named."""
+    place = Kubernetes(account(server, "reader", tmp_path), "default", "app=e")
+    assert place.instances() == []
+    refusal = place.supply().refusal
+    assert refusal and refusal.says == "No pod of the namespace default has the label app=e"
+    pod(server, "e1", "e", "10.0.5.1")
+    times = iter(range(0, 10**6, 100))
+    poller = Poller(place, tmp_path / "hosts", Policy(lifecycle="any", settle_s=0), patience_s=60,
+                    events_file=tmp_path / "events.jsonl", clock=lambda: next(times))
+    with ThreadPoolExecutor(1) as pool:
+        poller.poll(pool)
+        listed = (tmp_path / "hosts").read_text()
+        assert listed.startswith("e1-") and place.supply().refusal is None
+        token = (tmp_path / "token").read_text()
+        (tmp_path / "token").write_text("expired")
+        poller.poll(pool)
+        assert (tmp_path / "hosts").read_text() == listed
+        assert "kubectl create token elastic-trainer" in (tmp_path / "events.jsonl").read_text()
+        (tmp_path / "token").write_text(token)
+        pod(server, "e2", "e", "10.0.5.2")
+        poller.poll(pool)
+    assert len((tmp_path / "hosts").read_text().splitlines()) == 2
 
 
 def answered(place: Kubernetes) -> list[Any]:

@@ -246,6 +246,30 @@ def test_slurm_array_that_does_not_exist_is_an_error_at_start(
     assert capfd.readouterr().out == "n1-1_0-0:2 10.0.0.1\n"
 
 
+@pytest.mark.parametrize(("says", "is_refused"), [
+    ("squeue: error: Munge encode failed: Failed to access \"/run/munge/munge.socket.2\": No such "
+     "file or directory (Did you start munged?)", True),
+    ("slurm_load_jobs error: Zero Bytes were transmitted or received", True),
+    ("squeue: fatal: Unable to process configuration file", True),
+    ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", False)])
+def test_slurm_that_does_not_accept_this_process_is_an_error_at_start(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+        says: str, is_refused: bool) -> None:
+    """With the words that squeue prints without --json (recorded with 22.05). A slurmctld that is
+    away is no error: the poller asks again, and its event has the words."""
+    (tmp_path / "down").write_text(json.dumps(recorded("down")))
+    (tmp_path / "says").write_text(says)
+    (tmp_path / "squeue").write_text(f'#!/bin/sh\n[ "$1" = --json ] && exec cat {tmp_path}/down\n'
+                                     f"cat {tmp_path}/says >&2; exit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(PlaceUnavailable) as raised:
+        Slurm("train").instances()
+    assert says in str(raised.value)
+    assert script.main(["slurm", "--once", "--name", "train"]) == 1
+    assert ("munged needs the cluster's key there" in capfd.readouterr().err) == is_refused
+
+
 def test_slurm_needs_squeue(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
                             ) -> None:
     """One sentence with the remedy."""

@@ -3,6 +3,7 @@ requeues its tasks. Each run ends proved, with the bits of its undisturbed twin.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import slurm_lab
 from faults import RELEASED, Plan
 from netlab import Lab
 from s3_servers import Unavailable
-from slurm_lab import Slurm, SlurmFleet
+from slurm_lab import ROOT, Slurm, SlurmFleet
 from waiting import wait_for
 
 Twin = Callable[..., str]
@@ -43,7 +44,8 @@ def test_slurm_preempts_requeues_and_loses_a_node(lab: Lab, tmp_path: Path,
                                                   twin_of: Twin) -> None:
     """A preempted task leaves in its grace with nothing lost, is requeued, and joins again under
     another name. A node without power costs the step in flight. The coordinator is a job, and its
-    end ends the tasks. A partition that is not there is one sentence, and nothing is submitted."""
+    end ends the tasks. A partition that is not there is one sentence, and nothing is submitted. A
+    poller that Slurm does not accept, because there is no munged, ends with one, too."""
     cluster = {"spot": THREE, "cpu": ["h9"]}
     with Slurm(lab, tmp_path / "slurm", cluster) as slurm:
         fleet = SlurmFleet(slurm, tmp_path / "fleet", tasks=["--array=0-2", "--partition=spot"],
@@ -52,6 +54,11 @@ def test_slurm_preempts_requeues_and_loses_a_node(lab: Lab, tmp_path: Path,
         assert refused == ("submit: Slurm refuses it: Invalid partition name specified. "
                            "List the partitions: sinfo -s")
         assert not slurm.call("squeue", "-h")
+        elsewhere = tmp_path / "without-munged.conf"
+        elsewhere.write_text(Path(slurm.env["SLURM_CONF"]).read_text().replace("munge.sock", "no"))
+        assert "munged needs the cluster's key there (munge -n | unmunge)" in slurm.call(
+            sys.executable, "-m", "elastic_trainer.discovery", "slurm", "--once", "--name", "train",
+            check=False, cwd=ROOT, SLURM_CONF=str(elsewhere))
         with fleet:
             generation = fleet.wait_for_world(3)
             first = fleet.hosts()

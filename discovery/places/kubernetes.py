@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable, Supply
+from elastic_trainer.discovery.place_protocol import Instance, PlaceUnavailable, Refusal, Supply
 from elastic_trainer.discovery.places.kubernetes_pods import (
     Node,
     Pod,
@@ -133,7 +133,8 @@ class Kubernetes:
     def __init__(self, account: Account, namespace: str, selector: str, *, has_nodes: bool = True,
                  cpu_slots: int = 1, page: int = PAGE):
         self.account, self.namespace = account, namespace
-        self.cpu_slots = cpu_slots
+        self.selector, self.cpu_slots = selector, cpu_slots
+        self._has_seen_pods = False
         self.pods: Watched[Pod] = Watched(account, f"/api/v1/namespaces/{namespace}/pods", pod_in,
                                           page, labelSelector=selector)
         self.nodes: Watched[Node] | None = (Watched(account, "/api/v1/nodes", node_in, page)
@@ -147,16 +148,25 @@ class Kubernetes:
             if self.nodes:
                 self.nodes.follow(asked[1])
         except ApiUnavailable as error:
-            raise PlaceUnavailable(f"Kubernetes did not answer: {error}") from error
+            remedy = self._remedy(error) if isinstance(error, ApiRefused) else ""
+            raise PlaceUnavailable(remedy or f"Kubernetes did not answer: {error}") from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             self.pods.version = ""  # a change may have been lost
             raise PlaceUnavailable(f"Kubernetes gave an answer in an unknown form: {error!r}"
                                    ) from error
+        self._has_seen_pods = self._has_seen_pods or bool(self.pods.kept)
         return [instance_of(pod, self._node_of(pod), self.nodes is not None, self.cpu_slots)
                 for pod in self.pods.kept.values() if not pod.has_ended]
 
     def supply(self) -> Supply:
         """Return how many pods have a node, and why others have none."""
+        if not self._has_seen_pods:
+            return Supply(there=0, wanted=0, refusal=Refusal(
+                code="NoPods", says=f"No pod of the namespace {self.namespace} has the label "
+                                    f"{self.selector}",
+                remedy=f"Correct --selector, or see why no pods are made (the Job is suspended, "
+                       f"waits in a queue of Kueue, or exceeds a quota): kubectl describe jobs "
+                       f"--namespace {self.namespace}"))
         return supply_of([pod for pod in self.pods.kept.values() if not pod.has_ended])
 
     def require_welcome(self) -> None:

@@ -73,6 +73,10 @@ REMEDIES = (
     (("Licenses",), "Submit without --licenses, or wait: scontrol show licenses"),
 )
 """The beginning of a reason → what to do."""
+NOT_ACCEPTED = re.compile(r"authentication|credential|munge|Zero Bytes|permission denied|"
+                          r"configuration file", re.I)
+"""What squeue prints where Slurm does not accept this process. "Zero Bytes were transmitted or
+received" is the answer to a credential that slurmctld cannot read (22.05)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +219,7 @@ class Slurm:
 
     def instances(self) -> list[Instance]:
         """Return the hosts of all tasks that have a node. Raises PlaceUnavailable."""
-        # The whole list of an array's tasks, which is else cut off after 64 characters.
-        answer = _run("squeue", "--json", SLURM_BITSTR_LEN="0")
-        self._tasks = tasks_in(answer, self.name, os.getuid())
+        self._tasks = self.tasks()
         placed = {f"{task.job}.{task.restarts}": task for task in self._tasks
                   if task.state != HELD and task.node}
         new = {identity: task.node for identity, task in placed.items()
@@ -228,6 +230,18 @@ class Slurm:
         self._addresses = {identity: self._addresses[identity] for identity in placed}
         return [instance_of(task, self._addresses[identity], time.time(), cpu_slots=self.cpu_slots,
                             leave_s=self.leave_s) for identity, task in placed.items()]
+
+    def tasks(self) -> list[Task]:
+        """Return the tasks that have not ended. Raises PlaceUnavailable."""
+        # The whole list of an array's tasks, which is else cut off after 64 characters.
+        answer = _run("squeue", "--json", SLURM_BITSTR_LEN="0")
+        try:
+            return tasks_in(answer, self.name, os.getuid())
+        except PlaceUnavailable:
+            # With --json squeue 22.05 reports an "Unspecified error"; without it squeue ends with 1
+            # and prints the cause.
+            _run("squeue", "--noheader", f"--name={self.name}")
+            raise
 
     def supply(self) -> Supply | None:
         """Return the supply as of the last answer."""
@@ -269,18 +283,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def place_of(options: argparse.Namespace) -> Slurm:
     """Return the place that these options choose.
 
-    Raises ValueError where there is no Slurm, or no job of this name.
+    Raises ValueError where there is no Slurm, or it does not accept this process, or it has no job
+    of this name.
     """
     if not shutil.which("squeue"):
         raise ValueError("This machine has no squeue. Run this command where Slurm's commands are: "
                          "on a login node, or in a job.")
     place = Slurm(options.name, cpu_slots=options.cpu_slots, leave_s=options.leave_before)
     try:
-        answer = _run("squeue", "--json")
-        if not tasks_in(answer, options.name, os.getuid()):
+        if not place.tasks():
             raise ValueError(f"Slurm has no job of yours that waits or runs under the name "
                              f"{options.name}. Submit one first: sbatch --job-name={options.name} "
                              f"--array=0-3 deploy/slurm/train.sbatch")
-    except PlaceUnavailable:
-        pass  # the poller asks again
+    except PlaceUnavailable as error:
+        if NOT_ACCEPTED.search(str(error)):
+            raise ValueError(
+                f"{str(error).rstrip('.')}. Run this command where `squeue` works: munged needs "
+                f"the cluster's key there (munge -n | unmunge), SLURM_CONF its slurm.conf, and "
+                f"SLURM_JWT, if it is set, a token that has not expired.") from error
+        # The poller asks again.
     return place

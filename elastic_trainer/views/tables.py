@@ -228,10 +228,11 @@ def remarks(fleet: Mapping[str, Any], age_s: float) -> list[str]:
 
 def lacking(supply: Mapping[str, Any] | None) -> list[str]:
     """Return how many machines are missing, why they are refused, and the remedy."""
-    if not supply or supply["there"] >= supply["wanted"]:
+    if not supply or supply["there"] >= supply["wanted"] and (supply["wanted"] or
+                                                              not supply["refusal"]):
         return []
     have = f"{supply['there']} of {supply['wanted']} machines run"
     if not (refusal := supply["refusal"]):
-        return [f"{have}. AWS has refused none, so the others should start."]
+        return [f"{have}. The place has refused none, so the others should start."]
     return [f"{have}. More are refused: {refusal['says']} ({refusal['code']})",
             f"  {refusal['remedy']}"]
