@@ -18,9 +18,8 @@ import shutil
 import ssl
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ import yaml
 from ports import free_port
 from s3_servers import Unavailable
 from size import ROOT
+from waiting import wait_for
 
 API, CONTROLLERS = "kube-apiserver", "kube-controller-manager"
 PACKED = ROOT.parent / "shared" / "places" / "bin"
 NAME = "kubernetes.default.svc"
-START_S = 180.0
 MERGE = "application/merge-patch+json"
 
 
@@ -199,17 +198,15 @@ class ControlPlane:
                 start_new_session=True)
 
     def _wait(self, path: str) -> None:
-        deadline = time.monotonic() + START_S
-        while True:
-            try:
-                if self.ask("GET", path)[0] == 200:
-                    return
-            except (OSError, http.client.HTTPException):
-                pass
+        def answers() -> bool:
             ended = [name for name, process in self.processes.items()
                      if process.poll() is not None]
-            assert not ended and time.monotonic() < deadline, f"{ended or path}: see {self.folder}"
-            time.sleep(0.1)
+            assert not ended, f"{ended} ended: see {self.folder}"
+            with suppress(http.client.HTTPException):
+                return bool(self.ask("GET", path)[0] == 200)
+            return False
+
+        wait_for(path, answers, story=lambda: f"see {self.folder}")
 
 
 def kustomized(folder: str = "base") -> list[Any]:
