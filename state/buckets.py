@@ -31,7 +31,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlsplit
 
 from fsspec.asyn import sync
 from tenacity import (
@@ -47,7 +46,9 @@ from elastic_trainer.state.store import (
     Entry,
     StoreRefused,
     StoreUnavailable,
+    check_size,
     checked,
+    parts_of,
     too_many,
 )
 
@@ -194,19 +195,10 @@ class BucketStore:
     """
 
     def __init__(self, url: str, *, is_reader: bool = False):
-        parts = urlsplit(url)
-        self.cloud, self.is_reader = CLOUDS[parts.scheme], is_reader
-        self.bucket, self.prefix = parts.netloc, parts.path.strip("/")
-        self.where = f"{parts.scheme}://{self.bucket}/{self.prefix}".rstrip("/")
+        self.cloud, self.is_reader = CLOUDS[url.partition(":")[0]], is_reader
+        self.bucket, self.prefix, settings = parts_of(url, self.cloud.settings)
         self._root = f"{self.bucket}/{self.prefix}".rstrip("/")
-        settings = dict(parse_qsl(parts.query, keep_blank_values=True))
-        bad = settings.keys() - set(self.cloud.settings)
-        if not self.bucket or bad or parts.fragment:
-            wrong = (f"has settings that are not passed through ({', '.join(sorted(bad))})" if bad
-                     else "has a fragment (#)" if parts.fragment else "has no bucket")
-            raise StoreRefused(
-                f"{url} {wrong}. Use {parts.scheme}://bucket/prefix, or with "
-                f"?{self.cloud.settings[0]}=… at its end.")
+        self.where = f"{self.cloud.scheme}://{self._root}"
         self._files, self._faults = self._opened(settings)
 
     def _opened(self, settings: dict[str, str]) -> tuple[Any, tuple[type[BaseException], ...]]:
@@ -238,8 +230,7 @@ class BucketStore:
         return self._put(name, body, "create")
 
     def _put(self, name: str, body: memoryview | bytes, mode: str) -> bool:
-        if len(body) > PUT_BYTES:
-            raise ValueError(f"{name} has {len(body)} bytes; one PUT takes {PUT_BYTES}")
+        check_size(name, body)
         path = self._path(name)
         # azure-storage-blob takes a memoryview for an iterable of numbers.
         data = bytes(body) if self.cloud is AZURE else body

@@ -27,7 +27,6 @@ from contextlib import closing
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl, urlsplit
 
 import boto3
 import botocore.utils
@@ -45,11 +44,12 @@ from urllib3.exceptions import HTTPError
 
 from elastic_trainer.host.names import is_loopback
 from elastic_trainer.state.store import (
-    PUT_BYTES,
     Entry,
     StoreRefused,
     StoreUnavailable,
+    check_size,
     checked,
+    parts_of,
     too_many,
 )
 
@@ -99,16 +99,8 @@ class S3Store:
 
     def __init__(self, url: str, *, is_reader: bool = False):
         self.is_reader = is_reader
-        parts = urlsplit(url)
-        self.bucket, self.prefix = parts.netloc, parts.path.strip("/")
+        self.bucket, self.prefix, settings = parts_of(url, PASSED_THROUGH)
         self.where = f"s3://{self.bucket}/{self.prefix}".rstrip("/")
-        settings = dict(parse_qsl(parts.query, keep_blank_values=True))
-        bad = settings.keys() - set(PASSED_THROUGH)
-        if not self.bucket or bad or parts.fragment:
-            wrong = (f"has settings that are not passed through ({', '.join(sorted(bad))})" if bad
-                     else "has a fragment (#)" if parts.fragment else "has no bucket")
-            raise StoreRefused(f"{url} {wrong}. Use s3://bucket/prefix?NAME=VALUE with NAME of "
-                               f"{', '.join(PASSED_THROUGH)}.")
         self._owner = {name: value for name, value in settings.items()
                        if name in ("RequestPayer", "ExpectedBucketOwner")}
         self._settings: dict[str, Any] = dict(settings)
@@ -123,12 +115,12 @@ class S3Store:
                                ) from error
 
     def put(self, name: str, body: memoryview | bytes) -> None:
-        _check_size(name, body)
+        check_size(name, body)
         self._tried(f"take {name}", lambda: self._client.put_object(
             Bucket=self.bucket, Key=self._key(name), Body=body, **self._settings))
 
     def put_if_absent(self, name: str, body: memoryview | bytes) -> bool:
-        _check_size(name, body)
+        check_size(name, body)
 
         def put() -> bool:
             try:
@@ -308,11 +300,6 @@ def _client() -> Any:
     if is_loopback(client.meta.endpoint_url):  # HTTP_PROXY holds for other hosts
         client = session.client("s3", config=config.merge(Config(proxies={})))
     return client
-
-
-def _check_size(name: str, body: memoryview | bytes) -> None:
-    if len(body) > PUT_BYTES:
-        raise ValueError(f"{name} has {len(body)} bytes; one PUT takes {PUT_BYTES}")
 
 
 def _code(error: ClientError) -> str:

@@ -21,11 +21,12 @@ import heapq
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
+from urllib.parse import parse_qsl, urlsplit
 
 from elastic_trainer.host.modes import make_folder, private
 
@@ -108,6 +109,26 @@ class Bucket(Store, Protocol):
 
         No bytes and no version if the object ends before. Raises as `get` does.
         """
+
+
+def parts_of(url: str, settings: Sequence[str]) -> tuple[str, str, dict[str, str]]:
+    """Return bucket, prefix, and the settings after the question mark, which may have these names.
+    Raises StoreRefused."""
+    parts = urlsplit(url)
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    bad = given.keys() - set(settings)
+    if not parts.netloc or bad or parts.fragment:
+        wrong = (f"has settings that are not passed through ({', '.join(sorted(bad))})" if bad
+                 else "has a fragment (#)" if parts.fragment else "has no bucket")
+        raise StoreRefused(f"{url} {wrong}. Use {parts.scheme}://bucket/prefix, or with "
+                           f"?NAME=VALUE at its end and NAME of {', '.join(settings)}.")
+    return parts.netloc, parts.path.strip("/"), given
+
+
+def check_size(name: str, body: memoryview | bytes) -> None:
+    """Raise ValueError if an object is too large for one PUT."""
+    if len(body) > PUT_BYTES:
+        raise ValueError(f"{name} has {len(body)} bytes; one PUT takes {PUT_BYTES}")
 
 
 def too_many(where: str, most: int) -> StoreRefused:
