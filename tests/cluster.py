@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from faults import Plan
+from faults import RELEASED, Plan
 from folds import host_seconds
 
 from elastic_trainer.events.log import EVENTS_FILE, read_events
@@ -271,6 +271,18 @@ class Cluster:
         return int(self.wait_for(f"world of {size}", lambda: [
             e["generation"] for e in self.events("worker.generation_started")
             if e["size"] == size and e["generation"] > after])[-1])
+
+    def ready(self, host: str) -> list[dict[str, Any]]:
+        """Return the workers of a host that have stood ready, in order."""
+        return [e for e in self.events("driver.worker_ready") if e["worker"].split("/")[0] == host]
+
+    def wait_until_ready(self, host: str) -> None:
+        """Wait until a worker of a host stands ready: it has asked for a place."""
+        self.wait_for(f"worker of {host}", lambda: self.ready(host))
+
+    def release(self) -> None:
+        """Let the workers go on that the plan holds."""
+        (self.folder / RELEASED).touch()
 
     def wait_until_fired(self, count: int | None = None) -> None:
         """Wait until the plan's faults (or `count` of them) have fired."""

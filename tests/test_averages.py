@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import Cluster
-from faults import RELEASED, Plan
+from faults import Plan
 from test_evaluation import HELD_OUT, breaking_gathers, found, model_of
 from test_faults import FEW, host
 from test_loop import mse
@@ -121,9 +121,8 @@ def test_no_bit_is_another_when_workers_die_while_the_average_is_shown(
     with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:
         cluster.wait_until_fired(1)
         cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_for("newcomer", lambda: any(
-            e["worker"].startswith(f"{host(4)}/") for e in cluster.events("driver.worker_ready")))
-        (tmp_path / RELEASED).touch()
+        cluster.wait_until_ready(host(4))
+        cluster.release()
         cluster.wait_for_world(5)
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*job), victims=2)

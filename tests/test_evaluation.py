@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import PATIENT, Cluster
-from faults import RELEASED, Plan
+from faults import Plan
 from test_faults import FEW, host
 from test_loop import built
 from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
@@ -210,11 +210,10 @@ def test_no_bit_is_another_when_a_newcomer_enters_in_the_middle_of_an_evaluation
     with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:
         cluster.wait_until_fired()
         cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_for("newcomer", lambda: any(
-            e["worker"].split("/")[0] == host(4) for e in cluster.events("driver.worker_ready")))
+        cluster.wait_until_ready(host(4))
         cluster.signal_worker(host(2), signal.SIGKILL)
         cluster.wait_for("the death", cluster.lost)
-        (tmp_path / RELEASED).touch()
+        cluster.release()
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*job), victims=1)
         evaluated = cluster.events("worker.evaluated")

@@ -325,7 +325,7 @@ def test_waits_with_its_state_when_below_min_workers_and_another_dies(tmp_path: 
             ] == ["waiting", "waiting"])
         cluster.signal_worker(host(2), signal.SIGKILL)
         cluster.wait_for("the third death", lambda: len(cluster.lost()) == 3)
-        (tmp_path / RELEASED).touch()
+        cluster.release()
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*SLOW), victims=3)
         formed, broken = cluster.events("driver.generation_formed"), cluster.events(
@@ -361,7 +361,7 @@ def test_no_step_is_done_again_when_hosts_join_flap_and_leave_the_list(tmp_path:
         cluster.wait_for("newcomer", lambda: newcomers("driver.worker_ready"))
         cluster.set_hosts(cluster.all_hosts[:4])
         cluster.wait_for("its end", lambda: newcomers("driver.worker_gone"))
-        (tmp_path / RELEASED).touch()
+        cluster.release()
         cluster.wait_for_step(4)
         (tmp_path / RELEASED).unlink()
         cluster.set_hosts(cluster.all_hosts)
@@ -375,7 +375,7 @@ def test_no_step_is_done_again_when_hosts_join_flap_and_leave_the_list(tmp_path:
         cluster.set_hosts(cluster.all_hosts[:4])
         cluster.wait_for("its host's leave",
                          lambda: cluster.events("driver.host_removed")[removed:])
-        (tmp_path / RELEASED).touch()
+        cluster.release()
         generation = cluster.wait_for_world(4, after=1)
         gone = [e["reason"] for e in cluster.wait_for(
             "its end", lambda: newcomers("driver.worker_gone")[2:] and

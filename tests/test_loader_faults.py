@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import torch
 from cluster import DEADLINE_S, Cluster
-from faults import RELEASED, Plan
+from faults import Plan
 from test_faults import host
 from test_streams import npy, write_tar
 from waiting import wait_for
@@ -62,9 +62,8 @@ def test_no_bit_is_another_when_workers_and_loader_processes_die_and_a_worker_jo
     with Cluster(tmp_path, hosts=5, start_with=4, job=job, plan=plan) as cluster:
         cluster.wait_for_step(3)
         cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_for("newcomer", lambda: any(
-            e["worker"].startswith(f"{host(4)}/") for e in cluster.events("driver.worker_ready")))
-        (tmp_path / RELEASED).touch()
+        cluster.wait_until_ready(host(4))
+        cluster.release()
         cluster.wait_for_world(5)
         cluster.wait_until_fired()
         cluster.wait_for("replaced loader processes",

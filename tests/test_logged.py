@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from cluster import TESTS, Cluster, run_alone
-from faults import RELEASED, Plan
+from faults import Plan
 from logged import Series, of_csv, of_mlflow, of_tensorboard, of_wandb
 from test_best import kept_of
 from test_faults import host
@@ -50,9 +50,8 @@ def test_nothing_that_follows_an_evaluation_is_another_when_the_first_worker_and
     with Cluster(tmp_path, hosts=5, start_with=4, command=[*JOB, str(logs)], plan=plan) as cluster:
         cluster.wait_until_fired(2)
         cluster.set_hosts(cluster.all_hosts[1:])
-        cluster.wait_for("newcomer", lambda: any(
-            e["worker"].split("/")[0] == host(4) for e in cluster.events("driver.worker_ready")))
-        (tmp_path / RELEASED).touch()
+        cluster.wait_until_ready(host(4))
+        cluster.release()
         cluster.wait_for_world(4, after=1)
         cluster.wait_until_fired(3)
         cluster.kill_everyone()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from cluster import TESTS, Cluster, weights_alone
-from faults import RELEASED, Plan
+from faults import Plan
 from test_evaluation import HELD_OUT
 from test_faults import host
 from test_loop import INPUT, SCHEDULE, TARGET, adamw, built, mse, trained
@@ -279,9 +279,8 @@ def through_faults(folder: Path, arguments: list[str], *options: str) -> Cluster
                  plan=plan, options=options) as cluster:
         cluster.wait_until_fired(1)
         cluster.set_hosts(cluster.all_hosts)
-        cluster.wait_for("newcomer", lambda: any(
-            e["worker"].startswith(f"{host(4)}/") for e in cluster.events("driver.worker_ready")))
-        (folder / RELEASED).touch()
+        cluster.wait_until_ready(host(4))
+        cluster.release()
         cluster.wait_for_world(5)
         assert cluster.finish() == 0
     assert len(cluster.events("worker.evaluated")) == 2
