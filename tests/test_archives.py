@@ -293,6 +293,7 @@ def test_a_name_with_dots_that_may_name_the_sample_is_reported(tmp_path: Path, n
 
 def test_fields_with_dots_that_all_samples_have_are_not_reported(tmp_path: Path) -> None:
     """`left.png` and `right.png` are fields."""
+    pytest.importorskip("PIL")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         TarShards(write_tar(tmp_path / "a.tar", [

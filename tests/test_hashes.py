@@ -46,6 +46,8 @@ def installed() -> Iterator[importlib.metadata.Distribution]:
     """Yield the packages of this environment but ours, if deploy/install.sh has made it."""
     if not (Path(sys.prefix) / "install.log").exists():
         pytest.skip(f"{sys.prefix} was not made by deploy/install.sh.")
+    if pin_of(importlib.metadata.distribution("torch")) not in all_pins():
+        pytest.skip("this torch, and what it brings, is not the pinned one.")
     # Not sys.path: a test that imports setuptools adds the copies that it brings.
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     for one in importlib.metadata.distributions(path=folders):

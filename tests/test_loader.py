@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,7 @@ def test_an_exception_names_its_sample_and_has_its_traceback(
     with pytest.raises(OSError, match="the disk has failed") as raised:
         reader.take((0, 0, 1))
     assert raised.value.errno == 5
-    assert f"sample {bad}" in "".join(raised.value.__notes__)
+    assert f"sample {bad}" in "".join(traceback.format_exception(raised.value))
     assert "explode_here" in str(raised.value.__cause__)
     assert len(reader.pids) == 1  # an exception ends no process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_an_error_of_the_dataset_ends_the_run_with_its_sample() -> None:
 
     with pytest.raises(KeyError, match="no such label") as raised:
         loop(trainer_of(model := built(), dataset=Bad(), loader=ONE), model)
-    assert "sample 17" in "".join(raised.value.__notes__)
+    assert "sample 17" in "".join(traceback.format_exception(raised.value))
 
 
 def test_other_seeds_of_samples_are_reported_when_a_run_is_resumed_with_a_loader(
