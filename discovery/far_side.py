@@ -45,9 +45,10 @@ from elastic_trainer.wire.tunnel import (
     write_all,
 )
 
-NOT_STARTED, FINISHED = 254, 100
-"""Exit codes for the agent: the other end has not proved that it has the key; a worker has ended
-with exit code 0."""
+ENDED, NOT_STARTED, FINISHED = 0, 254, 100
+"""Exit codes for the agent: the command has ended; the other end has not proved that it has the
+key; a worker has ended with exit code 0. The command's own code, which may be 100, goes to the
+driver alone."""
 OF_THE_RUN = ("ELASTIC_", "HOROVOD_", "PYTHON", "MALLOC_")
 MOST_JOB = 8 << 20
 """The bytes of a job: the command and the environment."""
@@ -136,7 +137,7 @@ class Command:
 
 
 def main(argv: list[str]) -> int:
-    """Serve one connection; returns the exit code of the command."""
+    """Serve one connection; returns the exit code for the agent."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     settings = json.loads(sys.stdin.readline())
     connection = socket.socket(fileno=int(argv[0]))
@@ -154,7 +155,7 @@ def main(argv: list[str]) -> int:
     code = code if code >= 0 else 128 - code
     channel.send(EXIT, bytes([code]))
     channel.end()
-    return FINISHED if command.is_worker and code == 0 else code
+    return FINISHED if command.is_worker and code == 0 else ENDED
 
 
 if __name__ == "__main__":

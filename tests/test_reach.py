@@ -16,6 +16,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,10 +29,13 @@ from waiting import until, wait_for
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.discovery.client import ask, read_key
-from elastic_trainer.discovery.far_side import environment
+from elastic_trainer.discovery.far_side import FINISHED, environment
+from elastic_trainer.discovery.starts import IDLE_S
+from elastic_trainer.driver.past import Past, end_orphans
 from elastic_trainer.driver.process import WorkerProcess
 from elastic_trainer.driver.reach import LOST, Reach
 from elastic_trainer.driver.roster import Start
+from elastic_trainer.events.log import Events
 from elastic_trainer.host import remote
 from elastic_trainer.wire.seal import NONCE, SIGNATURE, Kind, seal
 from elastic_trainer.wire.tunnel import SWITCHING, context, reach, request_parts
@@ -202,16 +206,18 @@ def test_workers_end_with_their_agent_where_that_is_asked(key: Path) -> None:
 
 
 def test_an_agent_ends_with_its_run_or_after_its_workers(key: Path) -> None:
-    """Exit code 0 when a worker has ended with 0, and the place's after SIGTERM. Until then it
-    waits for its workers, and for no other worker on the machine."""
+    """Exit code 0 when a worker has ended with 0, and with no other code, and the place's after
+    SIGTERM. Until then it waits for its workers, and for no other worker on the machine."""
     other = os.environ | {remote.WORKER: "b/0/1"}
     with agent(key, "--end-with-run", "--stopped-exit-code", "75") as there, \
             subprocess.Popen(["sleep", "1000"], env=other) as of_another_run:
         try:
             assert there.workers() == []
             output = io.StringIO()
-            leaves = [sys.executable, "-c", "raise SystemExit(75)"]
-            assert worker(there, leaves, output).wait() == 75
+            for code in (75, FINISHED):
+                leaves = [sys.executable, "-c", f"raise SystemExit({code})"]
+                assert worker(there, leaves, output).wait() == code
+            ended_at = time.monotonic()
             with agent(key, "--stopped-exit-code", "75") as stopped:
                 left = worker(stopped, [sys.executable, "-c", PRINTS_PID +
                                         "import time; time.sleep(1000)"], output)
@@ -222,6 +228,7 @@ def test_an_agent_ends_with_its_run_or_after_its_workers(key: Path) -> None:
                 left.stop(False, 1000.0)
                 assert left.wait() == -signal.SIGTERM
                 assert stopped.process.wait(120) == 75
+            until(lambda: time.monotonic() - ended_at > 2 * IDLE_S)
             assert there.process.poll() is None
             assert worker(there, [sys.executable, "-c", ""], output).wait() == 0
             assert there.process.wait(120) == 0
@@ -244,6 +251,43 @@ def test_the_supervisor_ends_the_workers_of_a_run_by_the_agent(key: Path) -> Non
         assert mine.wait() == -signal.SIGKILL and is_running(stays)
         theirs.stop(True, 0)
         theirs.wait()
+
+
+def test_the_next_attempt_waits_for_an_agent_that_is_being_restarted(
+        key: Path, tmp_path: Path) -> None:
+    """Its machine lives, and so may a worker of the last attempt. A machine that is gone is not
+    waited for, and is logged."""
+    tries, told = list[str](), list[str]()
+
+    class Counted(Reach):
+        def command(self, host: str, address: str, *arguments: str) -> list[str]:
+            tries.append(address)
+            return super().command(host, address, *arguments)
+
+    def end(address: str) -> None:
+        events = Events(None)
+        events.listeners.append(lambda name, _: told.append(name))
+        past = Past(attempt=1, started=[[1, "a/0/1"]], living={"1 a/0/1": {
+            "attempt": 1, "worker": "a/0/1", "pid": 0, "host": "a", "over_ssh": True,
+            "address": address}})
+        end_orphans(past, tmp_path / "run", Counted(key_file=str(key)), events)
+
+    output = io.StringIO()
+    with agent(key) as first:
+        one = worker(first, WAITS, output, **{remote.RUN_DIR: str(tmp_path / "run")})
+        pid = pid_in(output)
+        first.process.kill()
+        first.process.wait()
+        ending = threading.Thread(target=end, args=[first.address])
+        ending.start()
+        wait_for("a second try", lambda: len(tries) > 1)
+        with agent(key, port=first.port):
+            ending.join(120)
+            assert not ending.is_alive() and not is_running(pid) and told == []
+            assert one.wait() == -signal.SIGKILL
+    tries.clear()
+    end("no-such-host.invalid:7411")
+    assert told == ["run.host_not_reached"] and len(tries) == 1
 
 
 def test_the_environment_is_the_host_s_the_driver_adds_and_the_run_decides() -> None:

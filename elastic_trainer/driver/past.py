@@ -181,6 +181,9 @@ ELSEWHERE_S = 2 * remote.ORPHANS_S
 """The time in which all hosts must end their workers of an older attempt: their own grace, and the
 same again for the way. Where none leads there, the far end ends its worker itself (remote.py, 2).
 """
+AGAIN_S = 1.0
+"""The interval in which an agent that is being restarted is tried again, for half of ELSEWHERE_S:
+after that time the far end has ended its worker."""
 
 
 def end_orphans(past: Past, run_dir: Path, reach: Reach, events: Events) -> None:
@@ -214,14 +217,22 @@ def _end_here(workers: list[tuple[int, str]], run_dir: Path) -> None:
 def _end_elsewhere(hosts: dict[str, str], run_dir: Path, reach: Reach, events: Events) -> None:
     """End workers on other hosts (with their addresses), all at the same time. A host that is not
     reached is logged: the workers of the next attempt do not reach it either."""
-    ends = {host: subprocess.Popen(reach.command(host, address, "end", str(run_dir)),
-                                   stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                                   start_new_session=True)
-            for host, address in sorted(hosts.items())}
+    def end_on(host: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(reach.command(host, hosts[host], "end", str(run_dir)),
+                                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                start_new_session=True)
+
+    ends = {host: end_on(host) for host in sorted(hosts)}
     deadline = time.monotonic() + ELSEWHERE_S
     for host, end in ends.items():
-        if why := _why_not_ended(end, max(0.0, deadline - time.monotonic()), reach):
-            events.emit("run.host_not_reached", host=host, reason=why)
+        while why := _why_not_ended(end, max(0.0, deadline - time.monotonic()), reach):
+            left_s = deadline - time.monotonic()
+            # There is no agent, but its machine lives, and so may the worker.
+            if left_s < remote.ORPHANS_S or not reach.is_agent_missing(hosts[host]):
+                events.emit("run.host_not_reached", host=host, reason=why)
+                break
+            time.sleep(AGAIN_S)
+            end = end_on(host)
 
 
 def _why_not_ended(end: subprocess.Popen[bytes], left_s: float, reach: Reach) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from elastic_trainer.host import own, remote
 LOST = 255
 """ssh's and the tunnel's exit code."""
 AGENT_PORT = 7411
+CONNECT_S = 5.0
 SSH_OPTIONS = (
     "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=2",
     "-o", "ServerAliveCountMax=3", "-o", "PasswordAuthentication=no",
@@ -73,6 +75,17 @@ class Reach:
                    *(["-i", self.ssh_identity_file] if self.ssh_identity_file else []),
                    *(["-o", f"HostKeyAlias={host}"] if name != host else [])]
         return ["ssh", *SSH_OPTIONS, *options, "--", name, shlex.join(program)]
+
+    def is_agent_missing(self, address: str) -> bool:
+        """True if nothing listens at an agent's port, on a machine that answers. Network."""
+        if not self.by_agent:
+            return False
+        name, _, port = address.partition(":")
+        try:
+            socket.create_connection((name, int(port or self.agent_port)), CONNECT_S).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
+        return False
 
 
 def require_key(key_file: str) -> None:
