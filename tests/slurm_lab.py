@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import slurm_accounts
 from netlab import COORDINATOR, Fleet, Lab
 from packages import install
 from s3_servers import Unavailable
@@ -76,11 +77,14 @@ class Slurm:
     """One cluster; use as a context manager, with the lab's hosts booted by it."""
 
     def __init__(self, lab: Lab, folder: Path, partitions: Mapping[str, Sequence[str]], *,
-                 grace_s: int = 30, sends_signal: bool = True):
+                 grace_s: int = 30, sends_signal: bool = True,
+                 accounts: Sequence[Sequence[str]] = ()):
         self.lab, self.folder, self.partitions = lab, folder, partitions
         self.grace_s = grace_s
         self.sends_signal = sends_signal
         """A preempted job gets the signal that it has asked for, and not SIGTERM."""
+        self.accounts = accounts
+        """Commands of sacctmgr. Without one there are no accounts."""
         self.env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SYSTEM_PATH}
         self.nodes = [node for nodes in partitions.values() for node in nodes]
         lab.has_agents = lab.has_sshd = False  # a task starts its own agent, which needs no ssh
@@ -92,6 +96,9 @@ class Slurm:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         self.lab.boot(COORDINATOR, *self.nodes)
+        self._start_munge(COORDINATOR)
+        if self.accounts:
+            slurm_accounts.start(self, self.accounts)
         self.start_controller()
         for node in self.nodes:
             self.start_node(node)
@@ -112,8 +119,11 @@ class Slurm:
         lines.append(f"PartitionName=prod Nodes={spot} PriorityTier=10 PreemptMode=OFF")
         if self.sends_signal:
             lines.append("SlurmctldParameters=preempt_send_user_signal")
-        return CONF.format(controller=lab.address(COORDINATOR), folder=self.folder) + "".join(
-            f"{line}\n" for line in lines)
+        conf = CONF.format(controller=lab.address(COORDINATOR), folder=self.folder)
+        if self.accounts:
+            conf = conf.replace("PreemptType=preempt/partition_prio\n",
+                                slurm_accounts.conf_of(self))
+        return conf + "".join(f"{line}\n" for line in lines)
 
     def start_node(self, node: str) -> None:
         """Start munged and slurmd on a host that has booted."""
@@ -123,9 +133,6 @@ class Slurm:
 
     def start_controller(self) -> None:
         """Start slurmctld on the login node, with the state that an earlier one has left."""
-        if not (self.folder / "controller").exists():
-            self._start_munge(COORDINATOR)
-            (self.folder / "controller").touch()
         self.controller = self.lab.start(
             COORDINATOR, ["slurmctld", "-D", "-f", self.env["SLURM_CONF"]], env=self.env)
 
@@ -143,8 +150,12 @@ class Slurm:
             f"--key-file={self.folder}/munge.key", "--log-file=/run/munge/munged.log",
             "--pid-file=/run/munge/munged.pid", "--seed-file=/run/munge/munged.seed"],
             env=self.env)
+        self.wait_for_path(host, "munge/munge.sock")
+
+    def wait_for_path(self, host: str, path: str) -> None:
+        """Wait until a host has a file below /run."""
         run = Path(f"/proc/{self.lab.hosts[host].pid}/root/run")
-        wait_for(f"munged on {host}", (run / "munge" / "munge.sock").exists)
+        wait_for(f"{path} on {host}", (run / path).exists)
 
     def call(self, *command: str | Path, cwd: Path | None = None, check: bool = True,
              **variables: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import slurm_accounts
 import slurm_lab
 from faults import RELEASED, Plan
 from netlab import Lab
@@ -17,8 +18,17 @@ from waiting import wait_for
 
 Twin = Callable[..., str]
 JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
+MEDIUM = ("--steps", "600", "--step-s", "0.35", "--checkpoint-every", "5")
 LONG = ("--steps", "2000", "--step-s", "0.35", "--checkpoint-every", "5")
 THREE = ["h1", "h2", "h3"]
+ACCOUNTS = (
+    ("add", "qos", "low", "set", "GraceTime=30", "PreemptMode=requeue"),
+    ("add", "qos", "high", "set", "Preempt=low", "Priority=1000"),
+    ("add", "qos", "none", "set", "GrpJobs=0"),
+    ("add", "account", "research"), ("add", "account", "small", "set", "GrpTRES=cpu=1"),
+    ("add", "user", "root", "account=research", "qos=normal,low,high,none"),
+    ("add", "user", "root", "account=small"))
+"""What sacctmgr is told. Account small has one processor, QOS none no job."""
 
 
 @pytest.fixture(autouse=True)
@@ -179,3 +189,51 @@ def test_slurm_sigterm_alone_is_a_notice_at_any_moment(lab: Lab, tmp_path: Path,
         result = fleet.assert_nothing_lost(twin_of(*job), victims=0)
         print(fleet.story())
     assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+@pytest.mark.long
+def test_slurm_preempts_by_qos_and_names_the_limit_of_an_account(lab: Lab, tmp_path: Path,
+                                                                twin_of: Twin) -> None:
+    """Accounts in a real database. A job of another QOS preempts a task of the run: it leaves with
+    nothing lost, is requeued, and joins again. Tasks beyond a limit wait: the event has the limit
+    and the command that shows it, and the run trains with the others."""
+    try:
+        slurm_accounts.prepare(slurm_lab.SYSTEM_PATH)
+    except Unavailable as error:
+        pytest.skip(str(error))
+    cluster = {"spot": THREE, "cpu": ["h9"]}
+    with Slurm(lab, tmp_path / "slurm", cluster, accounts=ACCOUNTS) as slurm, SlurmFleet(
+            slurm, tmp_path / "fleet", job=MEDIUM, tasks=[
+                "--array=0-1", "--partition=spot", "--account=research", "--qos=low"]) as fleet:
+        refused = fleet.submit("--array=0", "--partition=spot", "--account=none", check=False)
+        assert "Invalid account or account/partition combination" in refused
+        generation = fleet.wait_for_world(2)
+        fleet.wait_for_step(3)
+        node = fleet.hosts()[0].partition("-")[0]
+        slurm.call("sbatch", "--partition=spot", "--account=research", "--qos=high", "--exclusive",
+                   f"--nodelist={node}", "--output=/dev/null", "--wrap=sleep 5")
+        generation = fleet.wait_for_world(1, after=generation)
+        assert whys(fleet, node)[0].startswith(("notice: preempted by another job, taken at",
+                                                "Slurm ends its task")), fleet.story()
+        generation = fleet.wait_for_world(2, after=generation)
+        fleet.submit("--array=0-1", "--partition=spot", "--account=small")
+        fleet.wait_for_world(3, after=generation)
+        says, remedy = refusal(fleet, "AssocGrpCpuLimit")
+        assert says == "Slurm does not start 1 of 4 tasks of train: AssocGrpCpuLimit"
+        assert "limit of your --account is reached" in remedy and "show associations" in remedy
+        fleet.submit("--array=0-1", "--partition=spot", "--account=research", "--qos=none")
+        says, remedy = refusal(fleet, "QOSGrpJobsLimit")
+        assert "limit of your --qos is reached" in remedy and "sacctmgr show qos" in remedy
+        assert nothing_lost(fleet), fleet.story()
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*MEDIUM), victims=0)
+        print(fleet.story())
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+def refusal(fleet: SlurmFleet, code: str) -> tuple[str, str]:
+    """Wait for the event that tasks do not start for this reason; return its sentence and remedy.
+    """
+    event = fleet.wait_for(code, lambda: [
+        e for e in fleet.events("discovery.launch_refused") if e["code"] == code])[0]
+    return event["says"], event["remedy"]

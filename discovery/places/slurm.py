@@ -1,24 +1,24 @@
 """Slurm: the tasks of all job arrays that have one job name, one host a task.
 
-squeue, sinfo → here → poll
+squeue, scontrol (GPUs), sinfo (addresses) → here → poll
 
 What always holds:
-1. An answer with errors is no answer. While slurmctld does not answer, `squeue --json` of 22.05
-   exits with 0, lists no job, and has an error (recorded: tests/data/slurm).
+1. A command that fails, and a line in another form, are no answer.
 2. A host's name has the node, the task and its number of restarts, so it is one incarnation's.
    Slurm starts a requeued task again under the same number, and often on the same node.
 3. A task that is preempted, or whose time limit is near, is under notice. Its batch script gets a
    signal as well (deploy/slurm/train.sbatch); the earlier one counts.
-4. Only jobs of this process's own user count: any user may give a job any name.
+4. Only jobs of this process's own user count: any user may give a job any name. Slurm is asked for
+   no others: `squeue --json` of 22.05 lists all jobs, and 10,000 of them took 63 MiB here.
+5. GPUs and addresses of a task are asked once.
 
-Source: Slurm 22.05 writes a number as 7 and a state as "RUNNING"; 23.02 and later may write
-{"set": true, "infinite": false, "number": 7} and ["RUNNING", "COMPLETING"].
+Source: the manual of squeue. `--Format=FIELD:SUFFIX` prints a field of any length, and
+SLURM_TIME_FORMAT=%s prints seconds since 1970. SQUEUE_* variables of the user would filter.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -26,8 +26,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from elastic_trainer.discovery.place_protocol import (
     Instance,
@@ -46,12 +45,15 @@ UNLIMITED_S = 300 * 86400.0
 HELD, RUNNING = "PENDING", "RUNNING"
 PAUSED = ("CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING")
 """The states of a task that has a node and does not run."""
-ENDING = "COMPLETING"
-"""Its processes are being killed. A requeued one has the number of its next start already."""
 STARTS_BY_ITSELF = ("", "None", "BeginTime", "Cleaning", "JobArrayTaskLimit")
 """Reasons that end without anybody: a requeued task waits two minutes (cred_expire), and
 `--array=0-9%4` starts four at a time."""
 GPUS = re.compile(r"\bgpu(?::[^:,(]+)?:([0-9]+)")
+DETAIL = re.compile(r"\bGRES=(\S+)")
+"""In `scontrol --details show job`: what a task has on each of its nodes, e.g. gpu:4(IDX:0-3)."""
+FIELDS = ("ArrayJobID", "ArrayTaskID", "State", "RestartCnt", "NodeList", "Partition", "tres-alloc",
+          "StartTime", "EndTime", "PreemptTime", "Reason")
+BETWEEN = "|"
 REMEDIES = (
     (("Resources", "Priority"), "None is needed: they start when nodes are free. `squeue --start "
                                 "--name {name}` prints when."),
@@ -66,8 +68,11 @@ REMEDIES = (
      "Read the tasks' output, and `scontrol release {job}`; only administrators end their hold."),
     (("InvalidAccount", "InvalidQOS"), "Submit with an --account and a --qos of yours: sacctmgr "
                                        "show associations user=$USER format=account,partition,qos"),
-    (("Assoc", "QOS", "MaxSubmit"),
-     "Wait until your other jobs end, or ask for less: sacctmgr show qos"),
+    (("Assoc",), "The limit of your --account is reached. Wait until its other jobs end, or ask "
+                 "for less: sacctmgr show associations format=account,grptres,maxtres,maxjobs"),
+    (("QOS", "MaxSubmit"), "The limit of your --qos is reached. Wait until its other jobs end, or "
+                           "use another --qos: sacctmgr show qos format=name,grptres,maxtrespu,"
+                           "maxjobspu"),
     (("Dependency",), "Submit without --dependency: scontrol show job {job}"),
     (("Reservation",), "Submit without --reservation, or within it: scontrol show reservation"),
     (("Licenses",), "Submit without --licenses, or wait: scontrol show licenses"),
@@ -91,61 +96,42 @@ class Task:
     node: str
     partition: str
     gpus: int
+    """By its allocation, which has them only where the administrators count GPUs."""
     started: float
     ends: float
     preempted: bool
     reason: str
-    explained: str
-    """What Slurm adds to the reason; "" if nothing."""
 
 
-def number(value: Any) -> float:
-    """Return a number of either form; 0 where none is set."""
-    if isinstance(value, dict):
-        value = value["number"] if value.get("set") and not value.get("infinite") else 0
-    return float(value or 0)
-
-
-def tasks_in(answer: str, name: str, user: int) -> list[Task]:
-    """Return the jobs of this name and user that have not ended. Raises PlaceUnavailable."""
-    def of_interest(found: dict[str, Any]) -> dict[str, Any] | None:
-        # 22.05 lists the whole cluster's, in 5 KB a job; the others are dropped while it is parsed.
-        is_other = "job_id" in found and (found.get("name"), number(found.get("user_id"))) != (
-            name, user)
-        return None if is_other else found
-
+def tasks_in(answer: str) -> list[Task]:
+    """Return the jobs in squeue's lines that have not ended. Raises PlaceUnavailable."""
     try:
-        parsed = json.loads(answer, object_hook=of_interest)
-        if errors := parsed.get("errors"):
-            raise PlaceUnavailable(f"squeue reports an error: {_said(errors[0])}")
-        return [task for job in parsed["jobs"] if job and (task := _task(job))]
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise PlaceUnavailable(f"squeue --json answers in a form that is unknown: {error!r}. It "
-                               f"begins: {answer[:200]!r}") from error
+        return [task for line in answer.splitlines() if (task := _task(line))]
+    except ValueError as error:
+        raise PlaceUnavailable(f"squeue answers in a form that is unknown: {error}. It begins: "
+                               f"{answer[:200]!r}") from error
 
 
-def _said(error: Any) -> str:
-    texts = (error.get("description"), error.get("error")) if isinstance(error, dict) else (error,)
-    return ": ".join(str(text) for text in texts if text)
-
-
-def _task(job: dict[str, Any]) -> Task | None:
-    """Read one job; None: it has ended."""
-    states = job["job_state"] if isinstance(job["job_state"], list) else [job["job_state"]]
-    known = [state for state in (*PAUSED, RUNNING, HELD) if state in states]
-    if ENDING in states or not known:
+def _task(line: str) -> Task | None:
+    """Read one job; None: it has ended, or its processes are being killed (COMPLETING). A requeued
+    one has the number of its next start already then."""
+    (array, task, state, restarts, node, partition, resources, started, ends, preempted,
+     reason) = line.removesuffix(BETWEEN).split(BETWEEN, len(FIELDS) - 1)
+    if state not in (*PAUSED, RUNNING, HELD):
+        if not re.fullmatch("[A-Z_]+", state):
+            raise ValueError(f"{state!r} is no state")
         return None
-    array, waiting = int(number(job["array_job_id"])), str(job.get("array_task_string") or "")
-    task = job["array_task_id"]
-    has_number = task.get("set") if isinstance(task, dict) else task is not None
-    job_id = str(int(number(job["job_id"])))
+    counted = re.search(r"\bgres/gpu=([0-9]+)", resources)
     return Task(
-        job=f"{array}_{number(task):.0f}" if array and has_number else job_id,
-        count=how_many(waiting) if waiting else 1, state=known[0],
-        restarts=int(number(job["restart_cnt"])), node=str(job["nodes"] or ""),
-        partition=str(job["partition"]), gpus=gpus_in(job), started=number(job["start_time"]),
-        ends=number(job["end_time"]), preempted=number(job["preempt_time"]) > 0,
-        reason=str(job["state_reason"]), explained=str(job.get("state_description") or ""))
+        job=f"{array}_{task}" if task.isdecimal() else array, count=how_many(task), state=state,
+        restarts=int(restarts), node=node, partition=partition,
+        gpus=int(counted[1]) if counted else 0, started=seconds(started), ends=seconds(ends),
+        preempted=seconds(preempted) > 0, reason=reason)
+
+
+def seconds(text: str) -> float:
+    """Return a time in seconds since 1970; 0: there is none ("N/A", "NONE")."""
+    return 0.0 if text.upper() in ("N/A", "NONE", "") else float(text)
 
 
 def how_many(tasks: str) -> int:
@@ -158,13 +144,16 @@ def how_many(tasks: str) -> int:
     return max(1, count)
 
 
-def gpus_in(job: dict[str, Any]) -> int:
-    """Return the GPUs of a job that runs: gres_detail has an entry a node, "gpu:a100:4(IDX:0-3)".
-    """
-    detail = job.get("gres_detail") or []
-    found = sum(int(count) for node in detail for count in GPUS.findall(str(node)))
-    allocated = re.search(r"\bgres/gpu=([0-9]+)", str(job.get("tres_alloc_str") or ""))
-    return found or (int(allocated[1]) if allocated else 0)
+def gpus_in(answer: str) -> dict[str, int]:
+    """Return the GPUs of each task in the lines of `scontrol --oneliner --details show job`."""
+    found = {}
+    for line in answer.splitlines():
+        said = dict(word.partition("=")[::2] for word in line.split())
+        task = said.get("ArrayTaskId", "")
+        job = said.get("ArrayJobId") or said.get("JobId", "")
+        found[f"{job}_{task}" if task.isdecimal() else job] = sum(
+            int(count) for detail in DETAIL.findall(line) for count in GPUS.findall(detail))
+    return found
 
 
 def instance_of(task: Task, address: str, now: float, *, cpu_slots: int = 1,
@@ -199,8 +188,6 @@ def supply_of(tasks: Sequence[Task], name: str) -> Supply:
     reason = max(sorted(counts), key=lambda known: counts[known])
     first = next(task for task in held if task.reason == reason)
     says = f"Slurm does not start {counts[reason]} of {wanted} tasks of {name}: {reason}"
-    if first.explained and first.explained != reason:
-        says += f" ({first.explained})"
     remedies = [remedy for beginnings, remedy in REMEDIES if reason.startswith(beginnings)]
     remedy = (remedies or ["`scontrol show job {job}` prints what it asks for."])[0]
     return Supply(there=there, wanted=wanted, refusal=Refusal(
@@ -214,34 +201,32 @@ class Slurm:
     def __init__(self, name: str, *, cpu_slots: int = 1, leave_s: float = LEAVE_S):
         self.name, self.cpu_slots, self.leave_s = name, cpu_slots, leave_s
         self._tasks: list[Task] = []
-        self._addresses: dict[str, str] = {}
-        """Task and restart → the address of its node."""
+        self._known: dict[str, tuple[str, int]] = {}
+        """Task and restart → the address of its node, and its GPUs."""
+
+    def tasks(self) -> list[Task]:
+        """Ask for the jobs that have not ended. Raises PlaceUnavailable."""
+        return tasks_in(_run("squeue", "--noheader", "--all", f"--user={os.getuid()}",
+                             f"--name={self.name}",
+                             f"--Format={','.join(f'{field}:{BETWEEN}' for field in FIELDS)}"))
 
     def instances(self) -> list[Instance]:
         """Return the hosts of all tasks that have a node. Raises PlaceUnavailable."""
         self._tasks = self.tasks()
         placed = {f"{task.job}.{task.restarts}": task for task in self._tasks
                   if task.state != HELD and task.node}
-        new = {identity: task.node for identity, task in placed.items()
-               if identity not in self._addresses}
-        if new:
-            addresses = addresses_of(set(new.values()))
-            self._addresses |= {identity: addresses[node] for identity, node in new.items()}
-        self._addresses = {identity: self._addresses[identity] for identity in placed}
-        return [instance_of(task, self._addresses[identity], time.time(), cpu_slots=self.cpu_slots,
-                            leave_s=self.leave_s) for identity, task in placed.items()]
-
-    def tasks(self) -> list[Task]:
-        """Return the tasks that have not ended. Raises PlaceUnavailable."""
-        # The whole list of an array's tasks, which is else cut off after 64 characters.
-        answer = _run("squeue", "--json", SLURM_BITSTR_LEN="0")
-        try:
-            return tasks_in(answer, self.name, os.getuid())
-        except PlaceUnavailable:
-            # With --json squeue 22.05 reports an "Unspecified error"; without it squeue ends with 1
-            # and prints the cause.
-            _run("squeue", "--noheader", f"--name={self.name}")
-            raise
+        if new := {identity: task for identity, task in placed.items()
+                   if identity not in self._known}:
+            addresses = addresses_of({task.node for task in new.values()})
+            gpus: dict[str, int] = {}
+            for job in sorted({task.job.partition("_")[0] for task in new.values()}):
+                gpus |= gpus_in(_run("scontrol", "--oneliner", "--details", "show", "job", job))
+            self._known |= {identity: (addresses[task.node], gpus.get(task.job) or task.gpus)
+                            for identity, task in new.items()}
+        self._known = {identity: self._known[identity] for identity in placed}
+        return [instance_of(replace(task, gpus=self._known[identity][1]), self._known[identity][0],
+                            time.time(), cpu_slots=self.cpu_slots, leave_s=self.leave_s)
+                for identity, task in placed.items()]
 
     def supply(self) -> Supply | None:
         """Return the supply as of the last answer."""
@@ -258,11 +243,15 @@ def addresses_of(nodes: set[str]) -> dict[str, str]:
     return found
 
 
-def _run(*command: str, **variables: str) -> str:
+def _run(*command: str) -> str:
     """Return what a command of Slurm's printed. Raises PlaceUnavailable."""
+    own = {name: value for name, value in os.environ.items()
+           if not name.startswith(("SQUEUE_", "SINFO_"))}
+    # The whole list of an array's tasks, which is else cut off after 64 characters.
+    own |= {"SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "%s"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S,
-                              errors="replace", env=os.environ | variables)
+                              errors="replace", env=own)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PlaceUnavailable(f"{command[0]} gives no answer: {error}") from error
     if done.returncode:
@@ -289,6 +278,9 @@ def place_of(options: argparse.Namespace) -> Slurm:
     if not shutil.which("squeue"):
         raise ValueError("This machine has no squeue. Run this command where Slurm's commands are: "
                          "on a login node, or in a job.")
+    if re.search(rf"[,{BETWEEN}]", options.name):
+        raise ValueError(f"--name is {options.name!r}: squeue takes it for several names. Submit "
+                         f"the array under a name without commas.")
     place = Slurm(options.name, cpu_slots=options.cpu_slots, leave_s=options.leave_before)
     try:
         if not place.tasks():
