@@ -17,6 +17,7 @@ All times are of events:
 - kill_s, power_s, drain_pause_s, join_pause_s: the pause of the world (`worker.pause_ended`),
   without the time until it is noticed, and without the repeated step
 - kill_noticed_s, power_noticed_s: the time until it is noticed
+- boot_s: a worker's boot on a host that is up, in place of the killed one
 - drain_s: from the host's leave of the driver's list to the next generation
 - join_s: from the host's entry into the list to the generation with its worker, which boots
 
@@ -97,7 +98,9 @@ def play(name: str, arm: Arm, rounds: int) -> Figures:
                 arm.add(new := next(names), victim)
                 hosts = [*(host for host in hosts if host != victim), new]
             generation = fleet.wait_for_world(3, after=generation)
-            if kind != "kill":
+            if kind == "kill":
+                figures["boot_s"].append(fleet.events("driver.worker_ready")[-1]["boot_s"])
+            else:
                 entered = fleet.events("driver.host_added")[-1]["time"]
                 figures["join_s"].append(formed(fleet, generation) - entered)
                 figures["join_pause_s"].append(of_world(pause(fleet, generation)))
