@@ -28,7 +28,7 @@ from elastic_trainer.discovery.places.slurm import (
 )
 from elastic_trainer.discovery.poll import Poller
 
-DATA = Path(__file__).resolve().parent / "data" / "slurm"
+DATA = Path(__file__).resolve().parent / "data" / "slurm" / "stored"
 PREEMPTED_AT, ENDS_AT = 1795817004, 1795817024
 
 
