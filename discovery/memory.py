@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from pydantic import TypeAdapter
-
 from elastic_trainer.discovery.hosts import History
 from elastic_trainer.discovery.place_protocol import Instance, Reported
 
@@ -37,9 +35,6 @@ class Memory:
     """The refusals of AWS that are in the event log."""
 
 
-FORM = TypeAdapter(Memory)
-
-
 def write_down(memory: Memory) -> str:
     """Return it as JSON."""
     return json.dumps(memory, default=vars)
@@ -51,7 +46,9 @@ def _no_number(name: str) -> NoReturn:
 
 def recall(text: str, now: float) -> Memory:
     """Read it, with its times shifted to the reader's clock. Raises ValueError."""
-    memory = FORM.validate_json(text, strict=True)
+    from pydantic import TypeAdapter  # 12 MB of memory, which the first poller of a run saves
+
+    memory = TypeAdapter(Memory).validate_json(text, strict=True)
     if json.loads(text, parse_constant=_no_number) != json.loads(write_down(memory)):
         raise ValueError("it has other fields than this code's")
     by = now - memory.clock

@@ -1,16 +1,23 @@
-"""A small scheduler and kubelet for tests: a pod is a host of the lab, and its containers are
+"""A small kubelet for tests: a pod is a host of the lab, and its containers are
 processes there.
 
     with Kubelet(kubernetes, lab, ["n1", "n2"], namespace, environment, folder) as kubelet:
-        kubelet.lose(pod)                   its node is gone without notice
+        node = kubelet.lose(pod)            its node is gone without notice
+        kubelet.boot(node)                  and comes back under its name
+        kubelet.add("n3")                   a new node
+        kubelet.remove("n3")
 
 What always holds:
-1. The containers run the commands of the pod's own specification, with its volumes and its
-   environment, as uid 0. An image is this machine; a claim is a folder that all pods share.
+1. A node has room for one pod. The containers run the commands of the pod's own specification, with
+   its volumes and its environment, as uid 0. An image is this machine; a claim is a folder that all
+   pods share.
 2. A deleted pod gets SIGTERM, and SIGKILL at the end of its grace period. It is Failed or Succeeded
-   by the exit codes of its containers, and is then removed.
+   by the exit codes of its containers, and is then removed. With restartPolicy Always a container
+   that has ended starts again.
 3. A sidecar (restartPolicy Always) starts before the containers, starts again when it ends, and is
    ended after them.
+4. A node renews its lease. One that has lost its power renews nothing. When it boots again, a pod
+   that ran on it has Failed, or starts again under the same uid if its restartPolicy is Always.
 """
 
 from __future__ import annotations
@@ -28,9 +35,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from kubernetes_servers import MERGE, ControlPlane
 from netlab import Lab
 
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+ROOM = {"cpu": "8", "memory": "64Gi", "pods": "1"}
 TURN_S = 0.1
 HEARTBEAT_S = 5.0
 ROOTS = ("/mnt", "/run", "/var/run")
@@ -56,21 +66,22 @@ class Kubelet(threading.Thread):
     def __init__(self, kubernetes: ControlPlane, lab: Lab, nodes: Sequence[str], namespace: str,
                  environment: Mapping[str, str], folder: Path, cwd: Path):
         super().__init__(daemon=True)
-        self.kubernetes, self.lab, self.nodes = kubernetes, lab, list(nodes)
+        self.kubernetes, self.lab, self._first = kubernetes, lab, list(nodes)
+        self.nodes: set[str] = set()
         self.path = f"/api/v1/namespaces/{namespace}/pods"
-        self.namespace, self.environment = namespace, dict(environment)
+        self.environment = dict(environment)
         self.folder, self.cwd = folder, cwd
         self.running: dict[str, Running] = {}
         self.lost: set[str] = set()
         self.log: list[str] = []
         self.stopping = threading.Event()
         self.lock = threading.Lock()
+        self.volumes = Volumes(kubernetes, namespace, folder)
         self._beat_at = 0.0
 
     def __enter__(self) -> Kubelet:
-        for node in self.nodes:
-            self.kubernetes("POST", "/api/v1/nodes", {"metadata": {"name": node, "labels": {
-                "node.kubernetes.io/instance-type": "lab", "topology.kubernetes.io/zone": "z1"}}})
+        for node in self._first:
+            self.add(node)
         self.start()
         return self
 
@@ -91,34 +102,60 @@ class Kubelet(threading.Thread):
         """Keep a line of what happened."""
         self.log.append(f"{time.strftime('%T')} {text}"[:400])
 
-    def lose(self, name: str) -> None:
-        """Take the power of a pod's node: nothing of it is heard again."""
+    def lose(self, name: str) -> str:
+        """Take the power of a pod's node: nothing of it is heard again. Returns the node."""
         with self.lock:
             pod = next(pod for pod in self.running.values() if pod.name == name)
             self.lost.add(pod.node)
             self.lab.power_cut(name)
             del self.running[pod.uid]
             self.tell(f"node {pod.node} with {name} has lost its power")
+            return pod.node
+
+    def add(self, node: str) -> None:
+        """Join a node to the cluster."""
+        with self.lock:
+            self.kubernetes("POST", "/api/v1/nodes", {"metadata": {"name": node, "labels": {
+                "node.kubernetes.io/instance-type": "lab", "topology.kubernetes.io/zone": "z1"}}})
+            self._report_ready(node)
+            self.kubernetes("POST", LEASES, {"metadata": {"name": node}})
+            self.nodes.add(node)
+
+    def remove(self, node: str) -> None:
+        """Take a node out of the cluster."""
+        with self.lock:
+            self.nodes.remove(node)
+            self.kubernetes("DELETE", f"/api/v1/nodes/{node}")
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Return the processes of a pod."""
+        with self.lock:
+            pod = next(pod for pod in self.running.values() if pod.name == name)
+            return [one for process in (*pod.containers.values(), *pod.sidecars.values())
+                    for one in psutil.Process(process.pid).children(recursive=True)]
+
+    def boot(self, node: str) -> None:
+        """Give a node its power back."""
+        with self.lock:
+            self._report_ready(node)
+            self.lost.remove(node)
+            self.tell(f"node {node} is back")
 
     def rotate(self, name: str) -> None:
         """Write new tokens of a pod's account, and revoke the old ones."""
         with self.lock:
             pod = next(pod for pod in self.running.values() if pod.name == name)
-            self._write_token(self.kubernetes("GET", f"{self.path}/{name}"), pod.uid)
+            self.volumes.write_token(self.kubernetes("GET", f"{self.path}/{name}"), pod.uid)
 
     # --- turns ------------------------------------------------------------------------------------
 
     def _turn(self) -> None:
         if time.monotonic() - self._beat_at > HEARTBEAT_S:
-            self._beat_at, now = time.monotonic(), utc()
-            ready = {"type": "Ready", "status": "True", "reason": "Lab", "lastHeartbeatTime": now,
-                     "lastTransitionTime": now}
-            for node in self.nodes:
-                if node not in self.lost:
-                    self.kubernetes("PATCH", f"/api/v1/nodes/{node}/status",
-                                    {"status": {"conditions": [ready]}}, MERGE)
+            self._beat_at, now = time.monotonic(), utc().replace("Z", ".000000Z")
+            for node in self.nodes - self.lost:
+                self.kubernetes("PATCH", f"{LEASES}/{node}", {"spec": {
+                    "holderIdentity": node, "leaseDurationSeconds": 40, "renewTime": now}}, MERGE)
         pods = self.kubernetes("GET", self.path)["items"]
-        self._schedule(pods)
         for pod in pods:
             self._serve(pod)
         there = {pod["metadata"]["uid"] for pod in pods}
@@ -127,24 +164,13 @@ class Kubelet(threading.Thread):
             del self.running[running.uid]
             self.tell(f"{running.name} has been deleted, and is killed")
 
-    def _schedule(self, pods: Sequence[Any]) -> None:
-        """Bind each new pod to a node without a pod."""
-        new = [pod for pod in pods if not pod["spec"].get("nodeName")
-               and "deletionTimestamp" not in pod["metadata"]]
-        if not new:
-            return
-        used = {pod["spec"].get("nodeName") for pod in pods
-                if pod["status"].get("phase") not in ("Failed", "Succeeded")}
-        nodes = self.kubernetes("GET", "/api/v1/nodes")["items"]
-        free = [node["metadata"]["name"] for node in nodes
-                if node["metadata"]["name"] not in used | self.lost
-                and not node["spec"].get("unschedulable")
-                and not [taint for taint in node["spec"].get("taints", ())
-                         if not taint["key"].startswith("node.kubernetes.io/not-ready")]]
-        for pod, node in zip(new, sorted(free), strict=False):
-            name = pod["metadata"]["name"]
-            self.kubernetes("POST", f"{self.path}/{name}/binding", {
-                "metadata": {"name": name}, "target": {"kind": "Node", "name": node}})
+    def _report_ready(self, node: str) -> None:
+        now = utc()
+        ready = {"type": "Ready", "status": "True", "reason": "Lab", "lastHeartbeatTime": now,
+                 "lastTransitionTime": now}
+        self.kubernetes("PATCH", f"/api/v1/nodes/{node}/status",
+                        {"status": {"conditions": [ready], "allocatable": ROOM,
+                                    "capacity": ROOM}}, MERGE)
 
     def _serve(self, pod: Any) -> None:
         meta, node = pod["metadata"], pod["spec"].get("nodeName")
@@ -157,8 +183,11 @@ class Kubelet(threading.Thread):
         if running is None:
             if leaving:
                 self._remove(meta)
-            elif not has_ended:
+            elif not has_ended and (pod["status"].get("podIP") is None or restarts(pod)):
                 self._start(pod)
+            elif not has_ended:  # it ran when its node lost its power
+                self._report(meta["name"], "Failed", {
+                    container["name"]: 137 for container in pod["spec"]["containers"]})
             return
         if leaving and running.killed_at is None:
             grace_s = int(meta["deletionGracePeriodSeconds"])
@@ -166,6 +195,13 @@ class Kubelet(threading.Thread):
             self.tell(f"SIGTERM to {running.name}, grace {grace_s} s")
             for process in running.containers.values():
                 self._signal(process, signal.SIGTERM)
+        if restarts(pod) and not leaving:
+            for container in pod["spec"]["containers"]:
+                ended = running.containers[container["name"]].poll()
+                if ended is not None:
+                    self.tell(f"{running.name}: {container['name']} has ended with {ended}, and "
+                              f"starts again")
+                    running.containers[container["name"]] = self._process(pod, container)
         is_late = running.killed_at is not None and time.monotonic() > running.killed_at
         codes = {name: process.poll() for name, process in running.containers.items()}
         if is_late or all(code is not None for code in codes.values()):
@@ -181,7 +217,7 @@ class Kubelet(threading.Thread):
         number = len(self.lab.addresses) + 10
         address = self.lab.addresses[name] = f"172.31.1.{number}"
         self.lab.boot(name)
-        self._mount(pod)
+        self.volumes.mount(self.lab, pod)
         running = self.running[uid] = Running(name, uid, pod["spec"]["nodeName"])
         # The pod's own view of itself has its address.
         pod["status"]["podIP"] = address
@@ -192,7 +228,8 @@ class Kubelet(threading.Thread):
         self._keep_sidecars(pod, running)
         for container in pod["spec"]["containers"]:
             running.containers[container["name"]] = self._process(pod, container)
-        self._report(name, "Running", {}, podIP=address, podIPs=[{"ip": address}])
+        self._report(name, "Running", {}, podIP=address, podIPs=[
+            {"ip": address}, {"$patch": "replace"}])
         self.tell(f"{name} runs on {running.node}")
 
     def _keep_sidecars(self, pod: Any, running: Running) -> None:
@@ -239,9 +276,7 @@ class Kubelet(threading.Thread):
     # --- processes and volumes --------------------------------------------------------------------
 
     def _process(self, pod: Any, container: Any) -> subprocess.Popen[bytes]:
-        known = {entry["name"]: entry["value"] if "value" in entry
-                 else field_of(pod, entry["valueFrom"]["fieldRef"]["fieldPath"])
-                 for entry in container.get("env", ())}
+        known = self.volumes.variables(pod, container)
         words = [re.sub(r"\$\((\w+)\)", lambda found: known.get(found[1], found[0]), word)
                  for word in (*container.get("command", ()), *container.get("args", ()))]
         log = self.folder / "logs" / f"{pod['metadata']['name']}.{container['name']}.log"
@@ -257,19 +292,42 @@ class Kubelet(threading.Thread):
         except (OSError, IndexError):
             pass  # it has ended
 
-    def _mount(self, pod: Any) -> None:
+
+class Volumes:
+    """What pods of a namespace mount, and the variables of their containers."""
+
+    def __init__(self, kubernetes: ControlPlane, namespace: str, folder: Path):
+        self.kubernetes, self.namespace, self.folder = kubernetes, namespace, folder
+
+    def variables(self, pod: Any, container: Any) -> dict[str, str]:
+        """Return the variables of a container: values, fields of the pod, and keys of Secrets."""
+        found = dict[str, str]()
+        for source in container.get("envFrom", ()):
+            found |= {key: value.decode() for key, value in
+                      self._secret(source["secretRef"]["name"]).items()}
+        for entry in container.get("env", ()):
+            source = entry.get("valueFrom", {})
+            if "secretKeyRef" in source:
+                key = source["secretKeyRef"]
+                found[entry["name"]] = self._secret(key["name"])[key["key"]].decode()
+            else:
+                found[entry["name"]] = entry["value"] if "value" in entry else field_of(
+                    pod, source["fieldRef"]["fieldPath"])
+        return found
+
+    def mount(self, lab: Lab, pod: Any) -> None:
         """Bind each volume where one of the containers mounts it, on a host's own file system."""
         name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
         places = {(mount["name"], mount["mountPath"]) for container in (
             *pod["spec"]["containers"], *pod["spec"].get("initContainers", ()))
                   for mount in container.get("volumeMounts", ())}
-        self.lab.inside(name, "mount", "-t", "tmpfs", "tmpfs", "/mnt")
+        lab.inside(name, "mount", "-t", "tmpfs", "tmpfs", "/mnt")
         for volume in pod["spec"].get("volumes", ()):
             for place in sorted(there for given, there in places if given == volume["name"]):
                 if place.startswith(ROOTS):
                     source = self._volume(pod, volume, uid)
-                    self.lab.inside(name, "mkdir", "-p", place)
-                    self.lab.inside(name, "mount", "--bind", str(source), place)
+                    lab.inside(name, "mkdir", "-p", place)
+                    lab.inside(name, "mount", "--bind", str(source), place)
 
     def _volume(self, pod: Any, volume: Any, uid: str) -> Path:
         """Return the folder of a volume, with what belongs into it."""
@@ -280,18 +338,20 @@ class Kubelet(threading.Thread):
         there = self.folder / "volumes" / uid / volume["name"]
         there.mkdir(parents=True, exist_ok=True)
         if "secret" in volume:
-            secret = self.kubernetes("GET", f"/api/v1/namespaces/{self.namespace}/secrets/"
-                                            f"{volume['secret']['secretName']}")
-            for key, value in secret["data"].items():
+            for key, value in self._secret(volume["secret"]["secretName"]).items():
                 (there / key).touch(mode=0o600)
-                (there / key).write_bytes(base64.b64decode(value))
+                (there / key).write_bytes(value)
         elif "projected" in volume:
-            self._write_token(pod, uid)
+            self.write_token(pod, uid)
             (there / "ca.crt").write_bytes(self.kubernetes.ca_file.read_bytes())
             (there / "namespace").write_text(self.namespace)
         return there
 
-    def _write_token(self, pod: Any, uid: str) -> None:
+    def _secret(self, name: str) -> dict[str, bytes]:
+        found = self.kubernetes("GET", f"/api/v1/namespaces/{self.namespace}/secrets/{name}")
+        return {key: base64.b64decode(value) for key, value in found["data"].items()}
+
+    def write_token(self, pod: Any, uid: str) -> None:
         """Write a token that ends when its Secret is deleted; delete that of the one before."""
         volume = next(one["name"] for one in pod["spec"]["volumes"] if "projected" in one)
         there = self.folder / "volumes" / uid / volume
@@ -306,6 +366,11 @@ class Kubelet(threading.Thread):
         if former.exists():
             self.kubernetes("DELETE", f"{secrets}/{former.read_text()}")
         former.write_text(made["name"])
+
+
+def restarts(pod: Any) -> bool:
+    """True if the containers of a pod start again when they have ended."""
+    return pod["spec"].get("restartPolicy") == "Always"
 
 
 def is_sidecar(container: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A real Kubernetes control plane for tests: etcd, kube-apiserver, kube-controller-manager.
+"""A real Kubernetes control plane for tests: etcd, API server, controllers and scheduler.
 
     with ControlPlane(folder) as kubernetes:
         kubernetes("POST", "/api/v1/nodes", {"metadata": {"name": "n1"}})
@@ -6,6 +6,7 @@
 
 The binaries come from KUBEBUILDER_ASSETS, or from shared/places/bin beside the clone, where they
 are packed; these are unpacked once into a cache folder. etcd comes from Debian (etcd-server).
+kubernetes_controllers.py adds those of other projects.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import ssl
 import subprocess
 import tempfile
@@ -29,25 +31,25 @@ from s3_servers import Unavailable
 from size import ROOT
 from waiting import wait_for
 
-API, CONTROLLERS = "kube-apiserver", "kube-controller-manager"
+API, CONTROLLERS, SCHEDULER = "kube-apiserver", "kube-controller-manager", "kube-scheduler"
+SERVERS = (API, CONTROLLERS, SCHEDULER)
 PACKED = ROOT.parent / "shared" / "places" / "bin"
 NAME = "kubernetes.default.svc"
 MERGE = "application/merge-patch+json"
 
 
 def binaries() -> Path:
-    """Return the folder with the API server and the controllers. Raises Unavailable."""
+    """Return the folder with the servers. Raises Unavailable."""
     if given := os.environ.get("KUBEBUILDER_ASSETS"):
-        if missing := [name for name in (API, CONTROLLERS) if not Path(given, name).exists()]:
+        if missing := [name for name in SERVERS if not Path(given, name).exists()]:
             raise Unavailable(f"KUBEBUILDER_ASSETS is {given}, and has no {missing[0]}")
         return Path(given)
-    if not shutil.which("xz") or not all((PACKED / f"{name}.xz").exists()
-                                         for name in (API, CONTROLLERS)):
-        raise Unavailable("the tests of Kubernetes need kube-apiserver and kube-controller-manager:"
-                          " set KUBEBUILDER_ASSETS to the folder with both")
+    if not shutil.which("xz") or not all((PACKED / f"{name}.xz").exists() for name in SERVERS):
+        raise Unavailable(f"the tests of Kubernetes need {', '.join(SERVERS)}: set "
+                          f"KUBEBUILDER_ASSETS to the folder with them")
     cache = Path(tempfile.gettempdir(), f"elastic-trainer-kubernetes-{os.getuid()}")
     cache.mkdir(mode=0o700, exist_ok=True)
-    for name in (API, CONTROLLERS):
+    for name in SERVERS:
         if not (cache / name).exists():
             part = cache / f"{name}.{os.getpid()}"
             with open(part, "wb") as file:
@@ -76,11 +78,13 @@ def etcd() -> str:
 
 class ControlPlane:
     """The servers; use as a context manager. `enter` begins a command line in another network, and
-    `dials` lets this thread open its sockets there."""
+    `dials` lets this thread open its sockets there. `controllers`: options of the controllers."""
 
     def __init__(self, folder: Path, address: str = "127.0.0.1", port: int = 0,
                  enter: Sequence[str] = (),
-                 dials: Callable[[], AbstractContextManager[None]] = nullcontext):
+                 dials: Callable[[], AbstractContextManager[None]] = nullcontext,
+                 controllers: Sequence[str] = ()):
+        self.controllers = controllers
         self.folder, self.address, self.enter, self.dials = folder, address, list(enter), dials
         self.port = port or free_port()
         self.binaries, self.etcd = binaries(), etcd()
@@ -151,6 +155,11 @@ class ControlPlane:
         new.write_text(made["status"]["token"])
         new.replace(token_file)
 
+    def accepts(self, port: int) -> bool:
+        """True if a server of the control plane's machine listens at a port."""
+        with self.dials(), socket.socket() as probe:
+            return probe.connect_ex((self.address, port)) == 0
+
     def _make_keys(self) -> None:
         names = f"IP:127.0.0.1,IP:{self.address},DNS:{NAME}"
         for command in ("openssl genrsa -out sa.key 2048",
@@ -171,10 +180,10 @@ class ControlPlane:
     def _start(self) -> None:
         folder, client = self.folder, f"http://127.0.0.1:{free_port()}"
         peer = f"http://127.0.0.1:{free_port()}"
-        self._run(self.etcd, "--data-dir", folder / "etcd", "--listen-client-urls", client,
+        self.run(self.etcd, "--data-dir", folder / "etcd", "--listen-client-urls", client,
                   "--advertise-client-urls", client, "--listen-peer-urls", peer,
                   "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}")
-        self._run(self.binaries / API, f"--etcd-servers={client}", f"--secure-port={self.port}",
+        self.run(self.binaries / API, f"--etcd-servers={client}", f"--secure-port={self.port}",
                   f"--bind-address={self.address}", "--advertise-address=10.255.255.1",
                   "--service-cluster-ip-range=10.96.0.0/24", f"--tls-cert-file={folder}/api.crt",
                   f"--tls-private-key-file={folder}/api.key",
@@ -183,21 +192,26 @@ class ControlPlane:
                   f"--service-account-signing-key-file={folder}/sa.key",
                   f"--token-auth-file={folder}/tokens.csv", "--authorization-mode=RBAC",
                   "--endpoint-reconciler-type=none")
-        self._wait("/readyz")
-        self._run(self.binaries / CONTROLLERS, f"--kubeconfig={folder}/kubeconfig",
+        self.wait("/readyz")
+        self.run(self.binaries / CONTROLLERS, f"--kubeconfig={folder}/kubeconfig",
                   f"--service-account-private-key-file={folder}/sa.key", "--leader-elect=false",
                   f"--cert-dir={folder}", "--bind-address=127.0.0.1",
+                  f"--secure-port={free_port()}", *self.controllers)
+        self.run(self.binaries / SCHEDULER, f"--kubeconfig={folder}/kubeconfig",
+                  "--leader-elect=false", f"--cert-dir={folder}", "--bind-address=127.0.0.1",
                   f"--secure-port={free_port()}")
-        self._wait("/api/v1/namespaces/default/serviceaccounts/default")
+        self.wait("/api/v1/namespaces/default/serviceaccounts/default")
 
-    def _run(self, *command: str | Path) -> None:
+    def run(self, *command: str | Path) -> None:
+        """Start a server, which ends with the others."""
         name = Path(command[0]).name
         with open(self.folder / f"{name}.log", "ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*self.enter, *map(str, command)], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True)
 
-    def _wait(self, path: str) -> None:
+    def wait(self, path: str) -> None:
+        """Wait until the API server answers a path."""
         def answers() -> bool:
             ended = [name for name, process in self.processes.items()
                      if process.poll() is not None]

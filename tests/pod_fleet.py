@@ -2,18 +2,24 @@
 server, with the pods as hosts of a lab.
 
     with started(lab, folder, job) as fleet:
-        fleet.wait_for_world(4)
+        fleet.forms(4)
         fleet.evict(fleet.workers()[0])
+
+    with started(lab, folder, job, variant="deployment", …)      another folder of deploy/kubernetes
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import kubernetes_controllers
+import psutil
+import s3_servers
 import yaml
 from cluster import DEADLINE_S, JOB, Cluster
 from kubelet import Kubelet, image_environment
@@ -25,16 +31,24 @@ NAMESPACE = "elastic-trainer"
 WORKER = "app.kubernetes.io/component=worker"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 JOBS = f"/apis/batch/v1/namespaces/{NAMESPACE}/jobs"
-KEY_COMMAND = "openssl rand -hex 32 | kubectl create secret generic elastic-trainer"
-"""As the guide has it."""
+NODES = "/api/v1/nodes"
 
 
 class PodFleet(Cluster):
     """The run of the manifests, with a job of the tests in place of the demo."""
 
+    unknown = frozenset({"PodMonitor"})
+    """Kinds that no server here knows."""
+
     def __init__(self, lab: Lab, folder: Path, kubernetes: ControlPlane, workers: int,
-                 job: Sequence[str]):
+                 job: Sequence[str], variant: str, secrets: Mapping[str, Mapping[str, str]]):
         super().__init__(folder, run="demo")
+        self.objects = kustomized(variant)
+        self.secrets = secrets
+        self.jobs = {name: name if one["kind"] == "Job" else f"{one['metadata']['name']}-{name}-0"
+                     for one in self.objects if one["kind"] in ("Job", "JobSet")
+                     for name in specs_in([one])}
+        """The names of the Jobs, as the cluster has them."""
         self.run_dir = folder / "store" / "runs" / "demo"
         self.lab, self.kubernetes, self.workers_wanted, self.job = lab, kubernetes, workers, job
         self.kubelet: Kubelet | None = None
@@ -43,22 +57,33 @@ class PodFleet(Cluster):
 
     def start(self) -> None:
         """Apply the manifests."""
-        kubectl = functools.partial(self.kubernetes.kubectl, "--namespace", NAMESPACE)
         self.kubernetes.kubectl("create", "namespace", NAMESPACE)
         key = (self.lab.folder / "agent.key").read_text()
-        kubectl("create", "secret", "generic", "elastic-trainer", "--from-file=key=/dev/stdin",
-                given=key)
-        objects = kustomized()
-        for one in objects:
-            if (one["kind"], one["metadata"]["name"]) == ("Job", "workers"):
-                one["spec"] |= {"parallelism": self.workers_wanted,
-                                "completions": self.workers_wanted}
-            elif (one["kind"], one["metadata"]["name"]) == ("Job", "coordinator"):
-                (driver,) = one["spec"]["template"]["spec"]["containers"]
-                ours = driver["args"][:driver["args"].index("--")]
-                driver["args"] = [*with_value(ours, "-np", str(self.workers_wanted)), "--",
-                                  *JOB, *self.job]
-        kubectl("apply", "-f", "-", given=yaml.safe_dump_all(objects))
+        for name, values in ({"elastic-trainer": {}} | dict(self.secrets)).items():
+            own = {"key": f"{key}\n"} if name == "elastic-trainer" else {}
+            self.kubernetes("POST", f"/api/v1/namespaces/{NAMESPACE}/secrets", {
+                "metadata": {"name": name}, "stringData": own | dict(values)})
+        self.kubernetes("POST", "/api/v1/persistentvolumes", {
+            "metadata": {"name": "store"}, "spec": {
+                "capacity": {"storage": "10Gi"}, "accessModes": ["ReadWriteOnce"],
+                "hostPath": {"path": "/store"}}})
+        specs = specs_in(self.objects)
+        workers, pod = specs["workers"], specs["coordinator"]["template"]["spec"]
+        for name in ("replicas", "parallelism", "completions"):
+            if name in workers:
+                workers[name] = self.workers_wanted
+        (driver,) = pod["containers"]
+        ours = with_value(driver["args"][:driver["args"].index("--")], "-np",
+                          str(self.workers_wanted))
+        driver["args"] = [
+            *(word.replace("s3://BUCKET/", f"s3://{s3_servers.BUCKET}/") for word in ours), "--",
+            *JOB, *self.job]
+        self.kubectl("apply", "-f", "-", given=yaml.safe_dump_all(
+            [one for one in self.objects if one["kind"] not in self.unknown]))
+
+    def kubectl(self, *arguments: str, given: str | None = None) -> str:
+        """Run kubectl in the run's namespace; returns what it printed."""
+        return self.kubernetes.kubectl("--namespace", NAMESPACE, *arguments, given=given)
 
     def wait_for(self, what: str, seen: Callable[[], Any], deadline_s: float = DEADLINE_S) -> Any:
         """Wait until `seen()` is true and return it; not if the coordinator's Job has failed."""
@@ -71,8 +96,8 @@ class PodFleet(Cluster):
 
     def failures(self) -> list[str]:
         """Return why Jobs have failed."""
-        return [str(one.get("message")) for job in ("coordinator", "workers")
-                for one in self.get_job(job)["status"].get("conditions", ())
+        return [str(one.get("message")) for job in self.jobs
+                for one in self.get_job(job).get("status", {}).get("conditions", ())
                 if one["type"] == "Failed"]
 
     def end(self) -> None:
@@ -81,7 +106,7 @@ class PodFleet(Cluster):
     def wait(self, deadline_s: float = 300.0) -> int:
         """Wait until the coordinator's Job is complete; returns 0, or 1 if it has failed."""
         def verdict() -> Any:
-            return {one["type"] for one in self.get_job("coordinator")["status"].get(
+            return {one["type"] for one in self.get_job("coordinator").get("status", {}).get(
                 "conditions", ())} & {"Complete", "Failed"}
 
         return int("Failed" in wait_for("end of the coordinator's Job", verdict, deadline_s,
@@ -98,7 +123,9 @@ class PodFleet(Cluster):
     # --- what a test does and sees ----------------------------------------------------------------
 
     def get_job(self, name: str) -> Any:
-        return self.kubernetes("GET", f"{JOBS}/{name}")
+        """Return the Job of a component; {}: there is none yet."""
+        status, job = self.kubernetes.ask("GET", f"{JOBS}/{self.jobs[name]}")
+        return job if status == 200 else {}
 
     def pods(self, component: str) -> list[Any]:
         """Return the pods of a component that run and are not deleted."""
@@ -127,16 +154,19 @@ class PodFleet(Cluster):
         self.kubernetes("DELETE", f"{PODS}/{name}", {"gracePeriodSeconds": 0})
 
     def wait_for_no_pod(self) -> None:
-        """Wait until both Jobs are complete, and no pod runs."""
+        """Wait until the run's Jobs are complete, and no pod runs."""
         def are_complete() -> bool:
             return not self.pods("worker") and not self.pods("coordinator") and all(
-                "Complete" in {one["type"] for one in self.get_job(name)["status"].get(
-                    "conditions", ())} for name in ("coordinator", "workers"))
+                "Complete" in {one["type"] for one in self.get_job(name).get("status", {}).get(
+                    "conditions", ())} for name in self.jobs)
 
-        wait_for("end of both Jobs", are_complete, story=self.story)
+        wait_for("end of the Jobs", are_complete, story=self.story)
 
     def scale(self, workers: int) -> None:
         """Change the number of workers, as the guide does."""
+        if "workers" not in self.jobs:
+            self.kubectl("scale", "deployment", "workers", f"--replicas={workers}")
+            return
         self.kubernetes("PATCH", f"{JOBS}/workers",
                         {"spec": {"parallelism": workers, "completions": workers}}, MERGE)
 
@@ -149,8 +179,34 @@ class PodFleet(Cluster):
     def taint(self, name: str, key: str) -> None:
         """Taint the node of a pod."""
         node = self.kubernetes("GET", f"{PODS}/{name}")["spec"]["nodeName"]
-        self.kubernetes("PATCH", f"/api/v1/nodes/{node}",
+        self.kubernetes("PATCH", f"{NODES}/{node}",
                         {"spec": {"taints": [{"key": key, "effect": "NoSchedule"}]}}, MERGE)
+
+    def is_ready(self, node: str) -> bool:
+        """True if Kubernetes takes a node for ready."""
+        return any(one["type"] == "Ready" and one["status"] == "True" for one in self.kubernetes(
+            "GET", f"{NODES}/{node}")["status"]["conditions"])
+
+    def told(self) -> dict[str, str]:
+        """Return the reasons of the Events on pods of the coordinator, with their types."""
+        found = json.loads(self.kubectl("get", "events", "--output=json"))["items"]
+        return {one["reason"]: one["type"] for one in found
+                if one.get("source", {}).get("component") == "elastic-trainer"
+                and one["involvedObject"]["name"].startswith("coordinator-")}
+
+    def printed(self) -> list[dict[str, Any]]:
+        """Return the events that the coordinator's pods have printed as lines of JSON."""
+        return [json.loads(line) for log in (self.folder / "logs").glob("coordinator-*.log.log")
+                for line in log.read_text().splitlines()]
+
+    def libraries(self, names: Collection[str]) -> set[str]:
+        """Return which of these packages the coordinator's processes have in memory."""
+        assert self.kubelet
+        paths = set[str]()
+        for process in self.kubelet.processes(self.coordinator()):
+            with suppress(psutil.NoSuchProcess):  # the discovery script lives for a moment
+                paths |= {mapped.path for mapped in process.memory_maps()}
+        return {name for name in names if any(f"/site-packages/{name}/" in it for it in paths)}
 
     def wait_for_attempt(self, number: int) -> None:
         """Wait until an attempt has read a checkpoint."""
@@ -166,15 +222,27 @@ class PodFleet(Cluster):
         return [e for e in self.events(event) if str(e.get("host")).startswith(pod)]
 
 
+def specs_in(objects: Sequence[Any]) -> dict[str, Any]:
+    """Return the specifications of the coordinator and of the workers."""
+    found = {one["metadata"]["name"]: one["spec"] for one in objects
+             if one["kind"] in ("Job", "Deployment")}
+    return found | {job["name"]: job["template"]["spec"] for one in objects
+                    if one["kind"] == "JobSet" for job in one["spec"]["replicatedJobs"]}
+
+
 def with_value(arguments: Sequence[str], option: str, value: str) -> list[str]:
     """Return arguments with another value of an option."""
     at = list(arguments).index(option)
     return [*arguments[:at + 1], value, *arguments[at + 2:]]
 
 
+NO_SECRETS: Mapping[str, Mapping[str, str]] = {}
+
+
 @contextmanager
-def started(lab: Lab, folder: Path, job: Sequence[str], *, workers: int,
-            nodes: int) -> Iterator[PodFleet]:
+def started(lab: Lab, folder: Path, job: Sequence[str], *, workers: int, nodes: int,
+            variant: str = "base",
+            secrets: Mapping[str, Mapping[str, str]] = NO_SECRETS) -> Iterator[PodFleet]:
     """Run the manifests on a control plane of its own. Raises Unavailable."""
     lab.has_agents = lab.has_sshd = False
     lab.addresses[NAME] = "172.31.2.1"
@@ -183,7 +251,9 @@ def started(lab: Lab, folder: Path, job: Sequence[str], *, workers: int,
         kubernetes = stack.enter_context(ControlPlane(
             folder / "kubernetes", lab.address(NAME), 443, lab.hosts[NAME].enter(),
             functools.partial(lab.network_of, NAME)))
-        fleet = PodFleet(lab, folder, kubernetes, workers, job)
+        if variant in kubernetes_controllers.VERSIONS:
+            kubernetes_controllers.add(kubernetes, variant)
+        fleet = PodFleet(lab, folder, kubernetes, workers, job, variant, secrets)
         environment = image_environment(lab) | {
             name: fleet.env[name] for name in ("ELASTIC_TEST_PLAN", "ELASTIC_TEST_FOLDER",
                                                "ELASTIC_TRAINER_LIMITS") if name in fleet.env}

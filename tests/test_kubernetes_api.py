@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from kubernetes_servers import MERGE, ControlPlane
 from s3_servers import Unavailable
-from waiting import until
+from waiting import until, wait_for
 
 from elastic_trainer.discovery.hosts import Policy
 from elastic_trainer.discovery.place_protocol import PlaceUnavailable
 from elastic_trainer.discovery.places.kubernetes import Kubernetes
+from elastic_trainer.discovery.places.kubernetes_pods import GPU
 from elastic_trainer.discovery.poll import Poller
 from elastic_trainer.views.kubernetes_events import AGAIN_S, MAY_NOT, Subject, Teller
 from elastic_trainer.wire import kubernetes as api
@@ -30,7 +31,8 @@ SECRETS = "/api/v1/namespaces/default/secrets"
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane with one node, and an account that may read pods and nodes."""
     try:
-        with ControlPlane(tmp_path_factory.mktemp("kubernetes") / "plane") as server:
+        with ControlPlane(tmp_path_factory.mktemp("kubernetes") / "plane", controllers=[
+                "--node-monitor-grace-period=10s"]) as server:
             server("POST", "/api/v1/nodes", {"metadata": {"name": "n1"}})
             for name in ("reader", "nobody", "pods-only"):
                 server.kubectl("create", "serviceaccount", name)
@@ -53,14 +55,21 @@ def account(server: ControlPlane, name: str, folder: Path, **more: Any) -> Accou
     return Account(server.server, server.ca_file, folder / "token")
 
 
-def pod(server: ControlPlane, name: str, label: str, address: str) -> None:
+def pod(server: ControlPlane, name: str, label: str, address: str, node: str = "n1",
+        gpus: int = 0) -> None:
     """Make a pod that runs."""
     server("POST", PODS, {"metadata": {"name": name, "labels": {"app": label}}, "spec": {
-        "nodeName": "n1", "automountServiceAccountToken": False,
-        "containers": [{"name": "c", "image": "x"}]}})
+        "nodeName": node, "automountServiceAccountToken": False, "containers": [{
+            "name": "c", "image": "x",
+            "resources": {"limits": {GPU: str(gpus)}} if gpus else {}}]}})
+    runs(server, name, address)
+
+
+def runs(server: ControlPlane, name: str, address: str) -> None:
+    """Report a pod as its kubelet does."""
     server("PATCH", f"{PODS}/{name}/status", {"status": {
-        "phase": "Running", "podIPs": [{"ip": address}],
-        "conditions": [{"type": "Ready", "status": "True"}]}}, MERGE)
+        "phase": "Running", "podIP": address, "podIPs": [{"ip": address}], "conditions": [
+            {"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]}}, MERGE)
 
 
 def test_an_answer_has_what_has_changed_since_the_one_before(server: ControlPlane,
@@ -93,6 +102,36 @@ def test_a_version_that_the_server_has_forgotten_is_read_anew(server: ControlPla
     pod(server, "c2", "c", "10.0.1.2")
     assert len(place.instances()) == 2
     assert int(place.pods.version) > 1
+
+
+def test_a_node_that_falls_silent_keeps_its_pods_and_waits_for_its_gpus_when_it_is_back(
+        server: ControlPlane, tmp_path: Path) -> None:
+    """The real controller marks the node and its pods: their agents tell more. A node that is back
+    starts its pods before the driver of its GPUs is there (kubeflow/trainer 999)."""
+    def report(gpus: int) -> None:
+        server("PATCH", "/api/v1/nodes/gpus/status", {"status": {
+            "conditions": [{"type": "Ready", "status": "True"}],
+            "capacity": {GPU: str(gpus)}, "allocatable": {GPU: str(gpus)}}}, MERGE)
+
+    server("POST", "/api/v1/nodes", {"metadata": {"name": "gpus"}})
+    report(4)
+    pod(server, "g1", "g", "10.0.5.1", node="gpus", gpus=4)
+    place = Kubernetes(account(server, "reader", tmp_path), "default", "app=g")
+    assert [(host.state, host.gpus) for host in place.instances()] == [("running", 4)]
+    wait_for("mark of the pod", lambda: "False" in [
+        one["status"] for one in server("GET", f"{PODS}/g1")["status"]["conditions"]])
+    (node,) = (node for node in server("GET", "/api/v1/nodes")["items"]
+               if node["metadata"]["name"] == "gpus")
+    assert "Unknown" in [one["status"] for one in node["status"]["conditions"]]
+    assert [(host.state, host.notice) for host in place.instances()] == [("running", None)]
+    report(0)
+    runs(server, "g1", "10.0.5.2")
+    (host,) = place.instances()
+    assert (host.state, host.address) == ("pending", "10.0.5.2")
+    assert host.says == (f"node gpus offers 0 {GPU}, and the pod has 4: the driver or the device "
+                         f"plugin has not started yet")
+    report(4)
+    assert [host.state for host in place.instances()] == ["running"]
 
 
 def test_a_list_of_several_pages_is_read_whole(server: ControlPlane, tmp_path: Path) -> None:

@@ -197,6 +197,22 @@ def test_no_pod_is_moved_to_save_nodes_and_none_has_rights_on_its_node(name: str
         assert not any("SECRET" in str(entry).upper() for entry in container.get("env", ()))
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_all_containers_have_the_image_that_the_base_names(folder: str) -> None:
+    """Also those that a variant adds. A kubelet pulls the tag `latest`, or none, from a registry,
+    and does not take the image that kind has loaded onto its node."""
+    (image,) = images(objects(folder))
+    assert image.partition(":")[2] not in ("", "latest")
+
+
+def images(one: Any) -> set[str]:
+    """Return all images of objects."""
+    if isinstance(one, dict):
+        return {it for name, value in one.items()
+                for it in ({value} if name == "image" else images(value))}
+    return {it for value in one for it in images(value)} if isinstance(one, list) else set()
+
+
 def test_the_pods_of_a_jobset_and_a_runtime_are_those_of_the_jobs() -> None:
     """They are copied by kustomize, not by hand."""
     jobs = {name: job(name)["spec"] for name in ("coordinator", "workers")}

@@ -6,29 +6,60 @@ Each ends proved, with the undisturbed twin's bits.
 
 from __future__ import annotations
 
+import base64
+import http.client
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes_servers import NAME
-from netlab import Lab
+from netlab import Lab, store_on
 from pod_fleet import PodFleet, started
 from s3_servers import Unavailable
+from waiting import wait_for
 
 Twin = Callable[..., str]
 JOB = ("--steps", "220", "--step-s", "0.35", "--checkpoint-every", "10")
 LONG_JOB = ("--steps", "800", "--step-s", "0.35", "--checkpoint-every", "10")
 """More than the story needs, unless the machine is slow: `finish` ends it."""
+QUEUE = """
+apiVersion: kueue.x-k8s.io/v1beta1
+kind: ResourceFlavor
+metadata: {name: any}
+---
+apiVersion: kueue.x-k8s.io/v1beta1
+kind: ClusterQueue
+metadata: {name: training}
+spec:
+  namespaceSelector: {}
+  resourceGroups:
+    - coveredResources: [cpu, memory]
+      flavors:
+        - name: any
+          resources:
+            - {name: cpu, nominalQuota: 2}
+            - {name: memory, nominalQuota: 64Gi}
+---
+apiVersion: kueue.x-k8s.io/v1beta1
+kind: LocalQueue
+metadata: {name: training}
+spec: {clusterQueue: training}
+"""
+"""With room for two workers."""
+OUTSIDE = "h9"
+"""A machine that is no pod."""
 DELETED = ("notice: pod deleted", "the pod is being deleted")
 """By the API server, or by the pod's own agent: what the poller hears first."""
 
 
 @contextmanager
-def pods(lab: Lab, folder: Path, job: Sequence[str], **numbers: int) -> Iterator[PodFleet]:
+def pods(lab: Lab, folder: Path, job: Sequence[str], **given: Any) -> Iterator[PodFleet]:
     """A run of the manifests, or the test is skipped."""
     try:
-        with started(lab, folder, job, **numbers) as fleet:
+        with started(lab, folder, job, **given) as fleet:
             yield fleet
     except Unavailable as error:
         pytest.skip(str(error))
@@ -118,3 +149,155 @@ def test_a_run_lives_through_what_kubernetes_does_to_its_pods(lab: Lab, tmp_path
         fleet.wait_for_no_pod()
         print(fleet.story())
     assert result["steps_redone"] <= 1
+
+
+@pytest.mark.long
+def test_checkpoints_in_a_bucket_carry_a_run_over_the_loss_of_its_coordinator(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+    """`s3`: the keys are in a Secret, and a worker's pod has no volume that another one has."""
+    lab.has_agents = lab.has_sshd = False
+    lab.boot(OUTSIDE)
+    try:
+        with store_on(lab, OUTSIDE, tmp_path / "s3") as variables, pods(
+                lab, tmp_path, JOB, workers=3, nodes=5, variant="s3",
+                secrets={"elastic-trainer-s3": variables}) as fleet:
+            fleet.forms(3)
+            fleet.wait_for_step(12)
+            fleet.evict(fleet.workers()[0])
+            fleet.forms(2)
+            fleet.forms(3)
+            fleet.delete_at_once(fleet.coordinator())
+            fleet.wait_for_attempt(2)
+            fleet.forms(3)
+            assert fleet.finish() == 0
+            result = fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
+            assert not (fleet.folder / "store" / "checkpoints").exists()
+            fleet.wait_for_no_pod()
+            print(fleet.story())
+    except Unavailable as error:
+        pytest.skip(str(error))
+    assert (result["attempts"], result["steps_redone"] <= 1) == (2, True)
+
+
+@pytest.mark.long
+def test_the_metrics_are_where_the_pod_monitor_points_and_need_its_token(lab: Lab, tmp_path: Path,
+                                                              twin_of: Twin) -> None:
+    """`monitor`: at the port and the path of the PodMonitor, with the key of the Secret that it
+    names. Without the token the answer is 403."""
+    lab.has_agents = lab.has_sshd = False
+    lab.boot(OUTSIDE)
+    with pods(lab, tmp_path, JOB, workers=3, nodes=4, variant="monitor",
+              secrets={"elastic-trainer": {"metrics": "t" * 64}}) as fleet:
+        fleet.forms(3)
+        fleet.wait_for_step(3)
+        (monitor,) = (one["spec"] for one in fleet.objects if one["kind"] == "PodMonitor")
+        (endpoint,) = monitor["podMetricsEndpoints"]
+        selector = ",".join(f"{name}={value}"
+                            for name, value in monitor["selector"]["matchLabels"].items())
+        (pod,) = json.loads(fleet.kubectl("get", "pods", f"--selector={selector}",
+                                          "--output=json"))["items"]
+        (port,) = (port["containerPort"] for container in pod["spec"]["initContainers"]
+                   for port in container.get("ports", ()) if port["name"] == endpoint["port"])
+        key = endpoint["authorization"]["credentials"]
+        secret = json.loads(fleet.kubectl("get", "secret", key["name"], "--output=json"))["data"]
+        token = base64.b64decode(secret[key["key"]]).decode()
+
+        def answer(**headers: str) -> tuple[int, str]:
+            with lab.network_of(OUTSIDE):
+                connection = http.client.HTTPConnection(pod["status"]["podIP"], port, timeout=30)
+                try:
+                    connection.request("GET", endpoint["path"], headers=headers)
+                    said = connection.getresponse()
+                    return said.status, said.read().decode()
+                finally:
+                    connection.close()
+
+        assert answer()[0] == 403
+        status, text = answer(Authorization=f"{endpoint['authorization']['type']} {token}")
+        assert status == 200 and "elastic_trainer_" in text, text
+        assert fleet.finish() == 0
+        fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
+        fleet.wait_for_no_pod()
+
+
+@pytest.mark.long
+def test_a_jobset_replaces_an_evicted_pod_and_is_complete_when_its_coordinator_is(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+    """With the controller of JobSet and its webhooks: no step is lost, and nothing restarts."""
+    with pods(lab, tmp_path, JOB, workers=3, nodes=5, variant="jobset") as fleet:
+        fleet.forms(3)
+        fleet.wait_for_step(3)
+        fleet.evict(fleet.workers()[0])
+        fleet.forms(2)
+        fleet.forms(3)
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*JOB), victims=0)
+
+        def status() -> Any:
+            return json.loads(fleet.kubectl("get", "jobset", "elastic-trainer",
+                                            "--output=json"))["status"]
+
+        wait_for("end of the JobSet", lambda: status().get("terminalState"), story=fleet.story)
+        assert status()["terminalState"] == "Completed" and not status().get("restarts")
+        wait_for("end of the pods", lambda: not fleet.pods("worker"), story=fleet.story)
+        print(fleet.story())
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+@pytest.mark.long
+def test_an_autoscaler_that_adds_a_node_and_takes_it_needs_nothing_of_ours(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+    """A fleet that grows beyond the nodes goes on with the pods that it has, and an Event has the
+    scheduler's reason. A new node gets the pod. The node is then taken as the cluster autoscaler
+    takes it: tainted, drained, deleted."""
+    with pods(lab, tmp_path, LONG_JOB, workers=3, nodes=4) as fleet:
+        fleet.forms(3)
+        fleet.scale(4)
+        (refused, *_) = fleet.wait_for("refusal", lambda: [
+            e for e in fleet.events("discovery.launch_refused") if e["code"] == "Unschedulable"])
+        assert "0/4 nodes are available" in refused["says"]
+        fleet.wait_for("its Event", lambda: "DiscoveryLaunchRefused" in fleet.told())
+        step = fleet.newest_step()
+        fleet.wait_for_step(step + 3)
+        before = set(fleet.workers())
+        assert fleet.kubelet
+        fleet.kubelet.add("new")
+        fleet.forms(4)
+        (name,) = set(fleet.workers()) - before
+        fleet.taint(name, "ToBeDeletedByClusterAutoscaler")
+        fleet.forms(3)
+        fleet.kubectl("drain", "new", "--ignore-daemonsets", "--delete-emptydir-data", "--force")
+        fleet.kubelet.remove("new")
+        fleet.scale(3)
+        fleet.wait_for_step(fleet.newest_step() + 3)
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*LONG_JOB), victims=0)
+        fleet.wait_for_no_pod()
+        print(fleet.story(), fleet.told())
+    assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+@pytest.mark.long
+def test_kueue_admits_a_part_of_the_workers_and_may_take_all_of_them_back(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+    """With the controller of Kueue and its webhooks. The quota has room for two of four workers.
+    The queue then drains: all workers leave, and the coordinator waits. When the queue admits them
+    again, the run goes on, and no step was lost."""
+    with pods(lab, tmp_path, LONG_JOB, workers=4, nodes=5, variant="kueue") as fleet:
+        assert not fleet.workers()
+        fleet.kubectl("apply", "-f", "-", given=QUEUE)
+        fleet.forms(2)
+        spec = fleet.get_job("workers")["spec"]
+        assert (spec["parallelism"], spec["completions"]) == (2, 2)
+        fleet.wait_for_step(3)
+        stop = ("patch", "clusterqueue", "training", "--type=merge", "--patch")
+        fleet.kubectl(*stop, '{"spec":{"stopPolicy":"HoldAndDrain"}}')
+        fleet.wait_for("end of all workers", lambda: not fleet.workers())
+        fleet.kubectl(*stop, '{"spec":{"stopPolicy":"None"}}')
+        fleet.forms(2)
+        assert fleet.finish() == 0
+        lost = fleet.lost()
+        result = fleet.assert_nothing_lost(twin_of(*LONG_JOB), victims=len(lost))
+        fleet.wait_for_no_pod()
+        print(fleet.story())
+    assert result["steps_redone"] == 0

@@ -155,7 +155,8 @@ class Kubernetes:
             raise PlaceUnavailable(f"Kubernetes gave an answer in an unknown form: {error!r}"
                                    ) from error
         self._has_seen_pods = self._has_seen_pods or bool(self.pods.kept)
-        return [instance_of(pod, self._node_of(pod), self.nodes is not None, self.cpu_slots)
+        nodes = {node.name: node for node in self.nodes.kept.values()} if self.nodes else {}
+        return [instance_of(pod, nodes.get(pod.node), self.nodes is not None, self.cpu_slots)
                 for pod in self.pods.kept.values() if not pod.has_ended]
 
     def supply(self) -> Supply:
@@ -187,10 +188,6 @@ class Kubernetes:
                 raise ValueError(why) from error
         except ApiUnavailable:
             pass  # the poller asks again
-
-    def _node_of(self, pod: Pod) -> Node | None:
-        nodes = self.nodes.kept.values() if self.nodes else ()
-        return next((node for node in nodes if node.name == pod.node), None)
 
     def _remedy(self, error: ApiRefused) -> str:
         """Return the fact and the remedy of a refusal; "" if it is none of the user's."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from elastic_trainer.commands import configured
@@ -67,38 +67,45 @@ def _train(wanted: Run, horovodrun_options: list[str]) -> int:
     from elastic_trainer.driver.standby_pool import local_standbys
     from elastic_trainer.driver.supervisor import LOCK_FILE, supervise
     from elastic_trainer.events.summary import summarize_log
-    from elastic_trainer.views.tables import print_summary
-    from elastic_trainer.views.watch import Watch
 
     run_dir, is_demo = wanted.run_dir, wanted.is_demo
     started = {"command": wanted.command, "horovodrun": horovodrun_options,
                "reduce": wanted.reduce or "exact", "store": wanted.store.partition("?")[0]}
     print(f"run {run_dir.name}: events in {run_dir}/events.jsonl. Stop it with Ctrl-C; resume it "
           f"with the same command and --run {run_dir.name}", flush=True)
-    watch = Watch(run_dir, ctrl_c="stop the run")
     log_path = run_dir / "output.log"
-    with open(log_path, "a", opener=private) as log:
-        if is_demo:
-            watch.start()
-        with local_standbys(run_dir, wanted.command, wanted.standbys):
-            exit_code = supervise(run_dir, horovodrun_options, wanted.command, started,
-                                  output=log if is_demo else None)
-        if is_demo:
-            watch.stop()
-            if watch.failure:
-                print(f"elastic-trainer: the view has ended before the run: {watch.failure}",
-                      file=sys.stderr)
+    with (open(log_path, "a", opener=private) as log,
+          shown(run_dir) if is_demo else nullcontext(),
+          local_standbys(run_dir, wanted.command, wanted.standbys)):
+        exit_code = supervise(run_dir, horovodrun_options, wanted.command, started,
+                              output=log if is_demo else None)
     if not (run_dir / LOCK_FILE).exists():
         return exit_code  # the folder was deleted, which the supervisor has told
     if exit_code not in EXPECTED_EXITS and is_demo:
         last = end_of(log_path).splitlines()[-LAST_LINES:]
         print(f"the last lines of {log_path}:", *map(plain_output, last), sep="\n", file=sys.stderr)
+    from elastic_trainer.views.tables import print_summary  # not while the run goes on: memory
+
     result = summarize_log(run_dir)
     print_summary(result)
     if is_demo:
         print(*map(plain_output, last_printed(log_path)), sep="\n")
     print("weights", plain(result["weights_sha256"]))
     return exit_code
+
+
+@contextmanager
+def shown(run_dir: Path) -> Iterator[None]:
+    """Show the progress of a demo until the end of the block."""
+    from elastic_trainer.views.watch import Watch
+
+    watch = Watch(run_dir, ctrl_c="stop the run")
+    watch.start()
+    yield
+    watch.stop()
+    if watch.failure:
+        print(f"elastic-trainer: the view has ended before the run: {watch.failure}",
+              file=sys.stderr)
 
 
 def hash_seed(run_dir: Path, env: Mapping[str, str]) -> dict[str, str]:

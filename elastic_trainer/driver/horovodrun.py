@@ -19,7 +19,6 @@ import sys
 from typing import Any
 
 import horovod.runner.launch as launch
-import structlog
 
 from elastic_trainer.config import EXIT_FINISHED, EXIT_NO_HOSTS, Attempt, ConfigError
 from elastic_trainer.driver import progress
@@ -82,7 +81,6 @@ def main(argv: list[str] | None = None) -> int:
         with progress.kept(events.run_dir, driver.membership.roster, driver.lock):
             code = driver.run()
 
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     try:
         check_version()
         launch.gloo_run_elastic, launch._run_static = run_elastic, refuse_static

@@ -7,6 +7,7 @@ What always holds:
    that repeats a step which is kept is left out.
 2. `kept` has the place of each step of the kept history, in the order of the steps: a step that a
    start from a checkpoint dropped is not in it, and a step that was done twice is in it once.
+3. numpy, 13 MB of memory, is imported by what draws a run: the supervisor counts steps, too.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 CHUNK_STEPS = 2**16
-Floats = npt.NDArray[np.float64]
 
 
 class Step(NamedTuple):
@@ -91,16 +92,20 @@ class Steps:
         """The newest step of the kept history."""
         return self.at(self.kept[-1]) if self.kept else None
 
-    def kept_losses(self) -> tuple[npt.NDArray[np.int64], Floats]:
+    def kept_losses(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        import numpy as np
+
         kept = np.asarray(self.kept)  # no copy: a column of 10^6 steps has 8 MB
         return np.asarray(self.numbers)[kept], np.asarray(self.losses)[kept]
 
-    def done_by(self, moments: Sequence[float]) -> Floats:
+    def done_by(self, moments: Sequence[float]) -> npt.NDArray[np.float64]:
         """Return how many samples (or steps, without samples) were done at each moment; the moments
         rise.
 
         The samples of a step are spread over its time: otherwise slow steps would look like pauses.
         """
+        import numpy as np
+
         edges, totals = np.asarray(moments), np.zeros(len(moments))
         for low in range(0, len(self), CHUNK_STEPS):
             ends, seconds, samples = (
@@ -120,5 +125,7 @@ class Steps:
     def rates(self, moments: Sequence[float], width_s: float) -> list[float]:
         """Return the samples a second between each two neighbours of the moments, which are
         `width_s` apart without the time in which the run was stopped."""
+        import numpy as np
+
         rates = np.diff(self.done_by(moments)).clip(min=0.0) / max(width_s, 1e-9)
         return [float(rate) for rate in rates]

@@ -289,7 +289,7 @@ def answer(code: int, kind: str, text: str, more: Mapping[str, str] | None = Non
 
 def serve(runs: Sequence[Live], bind: str) -> None:
     """Serve the pages of runs until Ctrl-C. Raises ConfigError."""
-    server = Server(runs, bind, os.environ.get(TOKEN_VARIABLE, ""))
+    server = Server(runs, bind, os.environ.get(TOKEN_VARIABLE, "").strip())
     more = f"?token={server.token}" if server.token else ""
     print(f"The page of {plain(server.pages['/'].title)}: {server.url}{more}   (Ctrl-C ends it)",
           flush=True)
