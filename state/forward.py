@@ -80,6 +80,8 @@ class ModelBuffers:
         self.left: list[dict[str, torch.Tensor]] = []
         """Of the prepared step: what its micro-batches have left, in order, in buffers whose rule
         needs each value (reduce/buffers.py)."""
+        self._ties: dict[str, str] = {}
+        """The first name of each buffer, by all its names."""
         self.misfits: dict[str, str] = {}
         """What the user's code has put in the place of buffers, where it does not fit."""
         self.take()
@@ -97,6 +99,9 @@ class ModelBuffers:
         modules = list(model.modules())
         self._table, self._children = Table(modules, "_buffers"), Table(modules, "_modules")
         self._hold(named_buffers(model))
+        firsts = {id(one): name for name, one in self.named.items()}
+        self._ties = {plain(name): firsts[id(one)] for name, one
+                      in model.named_buffers(remove_duplicate=False)}
         own = {id(tensor): name
                for name, tensor in [*named_parameters(model).items(), *self.named.items()]}
         exported = {plain(name): tensor for name, tensor
@@ -151,11 +156,15 @@ class ModelBuffers:
         """Take the values of the buffers that the user's code has replaced between two steps."""
         if self.before or not self.named or self._table.has_same():
             return
-        now = named_buffers(self._model)
-        fitting = {name: now.get(name, buffer) for name, buffer in self.named.items()}
-        if any(fitting[name] is not buffer for name, buffer in self.named.items()):
-            self.misfits |= moved_buffers(self.named, fitting)
-            self.adopt(left_out=self.misfits)
+        now = {plain(name): one for name, one
+               in self._model.named_buffers(remove_duplicate=False)}
+        held = {name: self.named[first] for name, first in self._ties.items()}
+        self.misfits |= moved_buffers(held, now)
+        for name, first in self._ties.items():
+            if name in now and first in now and now[name] is not now[first]:
+                self.misfits[name] = f"{name} (it was {first}, and now it is not)"
+                self.misfits.setdefault(first, f"{first} (it was {name}, and now it is not)")
+        self.adopt(left_out=self.misfits)
 
     def settled(self) -> ModelBuffers:
         """Return these buffers, with the values of what the user's code has put in their place."""
@@ -206,11 +215,12 @@ class ModelBuffers:
         place, by name."""
         if not self.named or self._table.has_same():
             return []
-        replaced = [(name, now) for name, now in self._model.named_buffers()
-                    if now is not self.named.get(plain(name), now)]
+        replaced = [(name, now) for name, now
+                    in self._model.named_buffers(remove_duplicate=False)
+                    if now is not self.named.get(self._ties.get(plain(name), ""), now)]
         for name, _ in replaced:
-            self._set(name, self.named[plain(name)])
-        return [(plain(name), now) for name, now in replaced]
+            self._set(name, self.named[self._ties[plain(name)]])
+        return [(plain(name), now) for name, now in replaced if plain(name) in self.named]
 
     def _set(self, name: str, buffer: torch.Tensor) -> None:
         owner, _, leaf = name.rpartition(".")

@@ -41,9 +41,10 @@ from elastic_trainer.state.layout import (
     pack,
     unpack,
 )
-from elastic_trainer.state.module_attributes import ModuleAttributes, is_plain
+from elastic_trainer.state.module_attributes import ModuleAttributes
 from elastic_trainer.state.names import ModelParameters, with_plain_names
 from elastic_trainer.state.optimizer_values import OptimizerValues
+from elastic_trainer.state.plain_values import is_plain
 from elastic_trainer.state.rates import Rates
 
 
@@ -199,6 +200,7 @@ class LiveState:
     def values(self) -> dict[str, Any]:
         """Return all that is needed to go on: live tensors and numbers (nothing is copied)."""
         parameters, buffers = self.parameters.checked(), self.model_buffers.settled()
+        self.attributes.note()
         return {
             "identity": self.identity,
             "step": self.committed,

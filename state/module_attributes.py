@@ -15,9 +15,11 @@ What always holds:
    (training/differing.py).
 5. Sizes that follow from the batch (`self.length = len(x)`) belong to the process, as the tensors
    beside them do (`self.mask`): they are no part of the state, and nothing puts them back.
+6. What the script sets between two steps to another kind of value (None becomes a tensor) is handed
+   to other_attributes.py: it is part of the state, or an error. What a batch sets is a cache.
 
-Cost: all attributes are compared at a step's begin and after each micro-batch. Measured: 0.15 µs a
-module (12 layers of a transformer: 18 µs), and 0.4 ms more where one has changed.
+Cost: all attributes are compared at a step's begin and end, and after each micro-batch. Measured:
+0.15 µs a module (12 layers of a transformer: 18 µs), and 0.4 ms more where one has changed.
 
 What it does not do: follow tensors, other objects and containers of more than MOST_VALUES values
 (other_attributes.py), attributes of classes, and modules that are no part of the model. It leaves
@@ -42,6 +44,7 @@ import torch
 
 from elastic_trainer.state.names import plain
 from elastic_trainer.state.other_attributes import OtherAttributes, others_of_evaluation
+from elastic_trainer.state.plain_values import MOST_VALUES, is_plain, is_same, number_of
 
 OWN = frozenset(vars(torch.nn.Module())) | {"_is_torch_compile", "_compile_kwargs"}
 """What torch itself keeps in a module, and Lightning, whose import wraps torch.compile
@@ -49,21 +52,18 @@ OWN = frozenset(vars(torch.nn.Module())) | {"_is_torch_compile", "_compile_kwarg
 OF_OTHERS = ("lightning", "pytorch_lightning", "torchmetrics")
 """The packages whose modules adapters/lightning_attributes.py and lightning_metrics.py follow."""
 BARE = torch.nn.Module.get_extra_state
-MOST_VALUES = 1000
-DEEPEST = 5
-SCALARS = (bool, int, float, str, type(None))
 
 
 def plain_attributes(model: torch.nn.Module) -> dict[str, Any]:
     """Return copies of the plain attributes of all modules as they are now, by path ("drop.p")."""
-    return {f"{path}{name}": copy.deepcopy(value) for path, owner in _owners(model)
+    return {f"{path}{name}": copy.deepcopy(value) for path, owner in owners_of(model)
             for name, value in _plain_of(owner)}
 
 
 @contextmanager
 def attributes_put_back(model: torch.nn.Module) -> Iterator[None]:
     """Let a block change plain attributes, and put them back after it."""
-    places = _Places([_Place(path, owner) for path, owner in _owners(model)])
+    places = _Places([_Place(path, owner) for path, owner in owners_of(model)])
     try:
         with others_of_evaluation(model):
             yield
@@ -84,17 +84,21 @@ class ModuleAttributes:
         self._model = model
         self.built = plain_attributes(model)
         """The attributes as they were when the model was built."""
-        self._paths = {path for path, owner in _owners(model)
+        self._paths = {path for path, owner in owners_of(model)
                        if getattr(type(owner), "get_extra_state", BARE) is BARE}
         """What holds attributes. What is added later is not followed."""
         self._kinds = kinds_of_modules(model)
         self.others = OtherAttributes(model, {
-            f"{path}{name}": (vars(owner), name) for path, owner in _owners(model)
+            f"{path}{name}": (vars(owner), name) for path, owner in owners_of(model)
             if path in self._paths for name, value in vars(owner).items()
             if name not in OWN and not is_plain(value) and not is_namespace(value)},
-            [*model.parameters(), *model.buffers(), *model.modules()])
+            [*model.parameters(), *model.buffers(), *model.modules()], self._place_of)
         self._sizes = set[str]()
         """The paths of the sizes that follow from the batch."""
+        self._strange: dict[str, Any] | None = None
+        """The values that are not plain, by path, as the last step has left them."""
+        self._caches = set[str]()
+        """Their paths, where a batch has changed them."""
         self._places = self._all_places()
         self._is_in_flight = False
         self._checksum: int | None = None
@@ -104,7 +108,7 @@ class ModuleAttributes:
         begin."""
 
     def _all_places(self) -> _Places:
-        return _Places([_Place(path, owner, self._sizes) for path, owner in _owners(self._model)
+        return _Places([_Place(path, owner, self._sizes) for path, owner in owners_of(self._model)
                         if path in self._paths])
 
     def leave_out(self, sizes: Iterable[str]) -> None:
@@ -119,8 +123,10 @@ class ModuleAttributes:
 
     def begin(self) -> None:
         self._is_in_flight, self.after = True, {}
+        changed = self._places.changed()
+        self._follow_strange(changed)
         self.others.begin()
-        if not (changed := self._places.changed()):
+        if not changed:
             return
         if any(one.has_other_parts() for one in changed):
             self._places = self._all_places()
@@ -128,6 +134,29 @@ class ModuleAttributes:
             self._places = _Places([one.again() if one in changed else one
                                     for one in self._places.all])
         self._checksum = None
+
+    def note(self) -> None:
+        """Note what the script has changed since the last step's end: a checkpoint may be next."""
+        if self._strange is not None and not self._is_in_flight:
+            self._follow_strange(self._places.changed())
+
+    def _follow_strange(self, changed: Iterable[_Place]) -> None:
+        """Let others follow what the script has set since the last step's end, and note the
+        values of the begin."""
+        now = self._strangers(changed)
+        was = now if self._strange is None else self._strange
+        for path, value in now.items():
+            if value is not was.get(path) and path not in self._caches and _is_told(path, value):
+                self.others.follow(path, self.built)
+        self._strange = now
+
+    def _strangers(self, changed: Iterable[_Place]) -> dict[str, Any]:
+        """Return the values that are not plain, by path; `changed`: where there may be new ones."""
+        found = {path: one.vars.get(name) for one in self._places.strange
+                 for path, name in one.strange}
+        for one in changed:
+            found |= {f"{one.path}{name}": value for name, value in one.strangers()}
+        return found
 
     def check(self) -> None:
         """Raise RuntimeError if a module was replaced by one of another class, or an attribute was
@@ -158,6 +187,10 @@ class ModuleAttributes:
         self._write(self.after)
 
     def forget(self) -> None:
+        if self._is_in_flight:
+            now, was = self._strangers(self._places.changed()), self._strange or {}
+            self._caches |= {path for path, value in now.items() if value is not was.get(path)}
+            self._strange = now
         self._is_in_flight, self.after = False, {}
         self.others.end()
 
@@ -166,7 +199,7 @@ class ModuleAttributes:
         if self._checksum is None:
             changed = self.changed_before()
             self._checksum = zlib.crc32(repr(sorted(
-                (path, _number(value)) for path, value in changed.items())).encode()
+                (path, number_of(value)) for path, value in changed.items())).encode()
                 ) if changed else 0
         return self._checksum ^ self.others.checksum()
 
@@ -177,7 +210,7 @@ class ModuleAttributes:
         if self._checksum == 0 and not self._places.changed():
             return {}  # as at the step's begin (a walk takes 0.7 ms)
         return self._changed(
-            (f"{path}{name}", value) for path, owner in _owners(self._model)
+            (f"{path}{name}", value) for path, owner in owners_of(self._model)
             if path in self._paths for name, value in _plain_of(owner))
 
     def changed_before(self) -> dict[str, Any]:
@@ -202,6 +235,9 @@ class ModuleAttributes:
         """Take over the changes; all other attributes are as they were built."""
         self._load(changed)
         self.others.load(of_others)
+        if of_others:
+            self._places = self._all_places()
+        self._strange = self._strangers(self._places.changed())
 
     def _load(self, changed: Mapping[str, Any]) -> None:
         others = self.changed().keys() & self.built.keys() - changed.keys()
@@ -217,15 +253,20 @@ class ModuleAttributes:
         self._is_in_flight, self.after = True, dict(after)
 
     def _write(self, values: Mapping[str, Any]) -> None:
-        owners = dict(_owners(self._model)) if values else {}
+        owners = dict(owners_of(self._model)) if values else {}
         for path, value in values.items():
             start, name = self._owner_of(path, owners)
             _set(vars(owners[start]), name, value)
 
+    def _place_of(self, path: str) -> tuple[dict[str, Any], str] | None:
+        """Return the dict and the name of an attribute; None: no module here could have it."""
+        owners = {start: owner for start, owner in owners_of(self._model) if start in self._paths}
+        start, name = self._owner_of(path, owners)
+        return (vars(owners[start]), name) if name else None
+
     @staticmethod
     def _owner_of(path: str, owners: Container[str]) -> tuple[str, str]:
-        """Return the beginning of a path that is an owner, and the name of the attribute; "": there
-        is no such owner."""
+        """Return the beginning of a path that is an owner, and the attribute; "": there is none."""
         start, _, name = path.rpartition(".")
         start = f"{start}." if start else ""
         return (start, name) if start in owners else ("", "")
@@ -244,6 +285,12 @@ class _Place:
         self.children = list(self.modules)
         self.namespaces = [(name, value) for name, value in self.vars.items()
                             if name not in OWN and is_namespace(value)]
+        self.strange = [(f"{self.path}{name}", name) for name, _ in self.strangers()]
+
+    def strangers(self) -> Iterator[tuple[str, Any]]:
+        """Yield the values of now that are not plain, and hold no plain attributes."""
+        return ((name, value) for name, value in self.vars.items()
+                if name not in OWN and not is_plain(value) and not is_namespace(value))
 
     def again(self) -> _Place:
         """Return the attributes of the same owner as they are now."""
@@ -314,6 +361,7 @@ class _Places:
         self._modules = [one.modules for one in places if one.children]
         self._children = [one.children for one in places if one.children]
         self._rest = [one for one in places if one.containers or one.namespaces]
+        self.strange = [one for one in places if one.strange]
 
     def changed(self) -> list[_Place]:
         """Return those in which something has changed."""
@@ -327,6 +375,13 @@ class _Places:
                     and all(one.is_same() for one in self._rest))
         except Exception:  # as in _Place.is_same
             return False
+
+
+def _is_told(path: str, value: Any) -> bool:
+    """Return whether a new value is followed. Private objects are tools of a class."""
+    return isinstance(value, (torch.Tensor, numpy.ndarray)) or (
+        not path.rpartition(".")[2].startswith("_") and not isinstance(value, torch.nn.Module)
+        and not any(True for _ in _held(path, value)))
 
 
 def _nothing(_: dict[str, Any]) -> tuple[()]:
@@ -344,7 +399,7 @@ def _set(owner: dict[str, Any], name: str, value: Any) -> None:
         owner[name] = value
 
 
-def _owners(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+def owners_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what holds plain attributes, each once, with the beginning of their paths."""
     seen = set[int]()
     for name, module in model.named_modules():
@@ -393,58 +448,3 @@ def _plain_of(owner: Any) -> Iterator[tuple[str, Any]]:
     for name, value in vars(owner).items():
         if name not in OWN and is_plain(value):
             yield name, value
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is followed: a number, text, truth value, None, or their container."""
-    return is_scalar(value) or (
-        type(value) in (tuple, list, dict) and 0 <= _room(value, MOST_VALUES, DEEPEST))
-
-
-def is_scalar(value: Any) -> bool:
-    """Return whether a value is a number (also one of numpy), a text, a truth value or None."""
-    return type(value) in SCALARS or (
-        isinstance(value, numpy.generic) and value.dtype.kind in "biuf")
-
-
-def _room(value: Any, room: int, depth: int) -> int:
-    """Return how much of the room for values is left after a container; -1: it is too large, too
-    deep, or holds another kind of value."""
-    if is_scalar(value):
-        return room - 1
-    is_dict = type(value) is dict
-    if depth == 0 or room <= 0 or not (is_dict or type(value) in (tuple, list)):
-        return -1
-    if is_dict and not all(type(key) in (str, int) for key in value):
-        return -1
-    for one in value.values() if is_dict else value:
-        if (room := _room(one, room, depth - 1)) < 0:
-            return -1
-    return room
-
-
-def is_size(value: Any) -> bool:
-    """Return whether a value may be a size, or a table of sizes: whole numbers and None alone."""
-    if isinstance(value, dict):
-        return all(is_size(part) for pair in value.items() for part in pair)
-    if isinstance(value, (tuple, list)):
-        return all(map(is_size, value))
-    return value is None or type(value) is int
-
-
-def is_same(one: Any, other: Any) -> bool:
-    """Return whether two plain values are equal. A NaN equals itself, and 1 equals 1.0, as in a
-    quick look (`_Places`)."""
-    return bool(_number(one) == _number(other))
-
-
-def _number(value: Any) -> Any:
-    """Return a plain value with one form for equal numbers."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_number, value))
-    if isinstance(value, dict):
-        return {key: _number(one) for key, one in value.items()}
-    value = value.item() if isinstance(value, numpy.generic) else value
-    if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
-        return int(value)
-    return value if value == value else {"nan"}

@@ -26,10 +26,12 @@ from elastic_trainer.state.object_nodes import (
     LEFT,
     MADE,
     MISSING,
+    SPAWNED,
     Node,
     class_of,
     fields,
     from_json,
+    spawned_by,
 )
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -300,10 +302,15 @@ def seeded(mine: Any, kind: str, extra: str, state: Any,
             return source, lambda: source.set_state(state.cpu().clone())
         case "numpy.Generator" if extra in BITS:
             bits, found = getattr(numpy.random, extra), from_json(state)
+            seeds = found.pop(SPAWNED, {})
             bits(0).state = found
-            is_mine = isinstance(mine, numpy.random.Generator) and (
-                type(mine.bit_generator) is bits)
-            drawn = mine if is_mine else numpy.random.Generator(bits(0))
+            drawn = mine
+            if not isinstance(mine, numpy.random.Generator) or (
+                    type(mine.bit_generator) is not bits):
+                drawn = numpy.random.Generator(bits(0))
+            if spawned_by(drawn) != seeds:  # a number of children cannot be set
+                children = {**spawned_by(drawn), "n_children_spawned": 0, **seeds}
+                drawn = numpy.random.Generator(bits(numpy.random.SeedSequence(**children)))
             return drawn, partial(setattr, drawn.bit_generator, "state", found)
         case "numpy.RandomState":
             legacy = mine if isinstance(mine, numpy.random.RandomState) else (

@@ -53,6 +53,8 @@ HIDING = (functools.partial, threading.local, weakref.WeakKeyDictionary,
 """The classes whose objects hold values that no node has: a change in one is a flaw."""
 OF_MODULES = frozenset(vars(torch.nn.Module()).keys() - {"training"}) | {"_flat_weight_refs"}
 """The attributes that torch's modules have for themselves."""
+SPAWNED = "spawned"
+"""In the state of a generator of numpy's: the seeds of those that it has spawned."""
 BUILTIN = (dict, list, tuple, set, frozenset, deque)
 Node = Any
 
@@ -332,10 +334,19 @@ def _random_state(value: Any) -> Node | None:
         return ["random", "torch.Generator", on, value.get_state()]
     if isinstance(value, numpy.random.Generator):
         return ["random", "numpy.Generator", type(value.bit_generator).__name__,
-                _as_json(value.bit_generator.state)]
+                _as_json({**value.bit_generator.state,
+                          **({SPAWNED: seeds} if (seeds := spawned_by(value)) else {})})]
     if isinstance(value, numpy.random.RandomState):
         return ["random", "numpy.RandomState", "", _as_json(value.get_state(legacy=False))]
     return None
+
+
+def spawned_by(value: numpy.random.Generator) -> dict[str, Any]:
+    """Return what the next `spawn` of a generator follows from, if there was one."""
+    seeds = getattr(value.bit_generator, "seed_seq", None)
+    if not isinstance(seeds, numpy.random.SeedSequence) or not seeds.n_children_spawned:
+        return {}
+    return {**seeds.state, "spawn_key": list(seeds.spawn_key)}
 
 
 def _as_json(state: Any) -> Any:

@@ -12,9 +12,12 @@ What always holds:
 3. A model without such attributes costs nothing. A tensor is compared by its identity and its
    version, and an array of more than MOST_BYTES by a sample of its elements.
 
-What it does not do: follow what was a plain value or None when the model was built, objects that
-hold modules or tools of a process, callable objects of installed packages, private attributes
-without a property, hooks, and writes to `tensor.data`.
+4. An attribute that was None or a plain value, or was not there, is followed from the moment at
+   which the script sets it to such a value between two steps (module_attributes.py).
+
+What it does not do: follow objects that hold modules or tools of a process, callable objects of
+installed packages, private attributes of objects without a property, and writes to `tensor.data`.
+program.py has hooks and methods.
 """
 
 from __future__ import annotations
@@ -53,6 +56,12 @@ OF_MODELS: WeakValueDictionary[int, OtherAttributes] = WeakValueDictionary()
 """By the id of the model: an evaluation has the model alone."""
 
 
+Place = tuple[dict[str, Any], str]
+"""A dict of attributes, and the name of one of them."""
+GONE = object()
+"""The value of an attribute that a model did not have when it was built."""
+
+
 class _NotFollowed(Exception):
     """A value that may change without a change of what is trained."""
 
@@ -73,10 +82,10 @@ class OtherAttributes:
     """Attributes by their paths, each with the dict that it stands in. `own`: the parameters,
     buffers and modules, which the state keeps elsewhere."""
 
-    def __init__(self, model: torch.nn.Module, places: Mapping[str, tuple[dict[str, Any], str]],
-                 own: Iterable[Any]):
+    def __init__(self, model: torch.nn.Module, places: Mapping[str, Place],
+                 own: Iterable[Any], find: Callable[[str], Place | None]):
         self._own, seen = frozenset(map(id, own)), set[int]()
-        self._at = dict[str, tuple[dict[str, Any], str]]()
+        self._at, self._find = dict[str, Place](), find
         self._caches = set[str]()
         """What batches and evaluations have changed."""
         self._moved = set[str]()
@@ -100,6 +109,7 @@ class OtherAttributes:
         self._checksum: int | None = None
         self.registered: Callable[[], Iterable[Any]] = tuple
         """Returns the objects of the option state."""
+        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         OF_MODELS[id(model)] = self
 
     def _looks(self) -> dict[str, Any]:
@@ -154,7 +164,7 @@ class OtherAttributes:
         if (is_code(value) or root in ("torch", "elastic_trainer")
                 or root in sys.stdlib_module_names and root != "__main__"
                 or isinstance(value, torch.nn.Module)
-                or callable(value) and _is_installed(kind.__module__)):
+                or callable(value) and is_installed(kind.__module__)):
             raise _NotFollowed
         found = {name: one for name, one in fields(value).items()
                  if not name.startswith("_")
@@ -181,6 +191,16 @@ class OtherAttributes:
         if moved:
             self._moved, self._checksum = self._moved | moved, None
         self._ended = now
+
+    def follow(self, path: str, built: Mapping[str, Any]) -> None:
+        """Follow an attribute that the user's code has set between two steps. It was a plain value
+        when the model was built (`built`), or was not there."""
+        if path not in self._at and (place := self._find(path)):
+            self._at[path] = place
+            self._built[path] = copy.deepcopy(built.get(path, GONE))
+            self._ended[path] = self._look(place[0].get(place[1]))
+            self._moved.add(path)
+            self._checksum = None
 
     def end(self, *, evaluated: bool = False) -> None:
         """Note what has changed since the step's begin, or since `note` was called before an
@@ -247,7 +267,7 @@ class OtherAttributes:
 
     def misfit(self, values: Mapping[str, Any]) -> str:
         """Return why these values are not of this model; "": they are."""
-        bad = [path for path in values if path not in self._built]
+        bad = [path for path in values if path not in self._built and not self._find(path)]
         return (f"the attributes {bad[:5]} were changed there, but this model has no such ones"
                 if bad else "")
 
@@ -258,6 +278,10 @@ class OtherAttributes:
         for path in self._moved & self._built.keys() - values.keys():
             _set(*self._at[path], copy.deepcopy(self._built[path]))
         for path, value in values.items():
+            if path not in self._at and (place := self._find(path)):
+                self._at[path] = place
+                self._built[path] = copy.deepcopy(place[0].get(place[1], GONE))
+                value = value.to(self._device) if isinstance(value, torch.Tensor) else value
             _set(*self._at[path], value)
         self._moved, self._checksum = set(values), None
         self._caches -= values.keys()
@@ -265,7 +289,7 @@ class OtherAttributes:
 
 
 @functools.cache
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
     """True for the modules of packages: their callable objects (tokenizers) keep caches."""
     return "site-packages" in str(getattr(sys.modules.get(module), "__file__", ""))
 
@@ -308,6 +332,9 @@ def _sum_of(array: numpy.ndarray) -> int:
 
 def _set(holder: dict[str, Any], name: str, value: Any) -> None:
     was = holder.get(name)
+    if value is GONE:
+        holder.pop(name, None)
+        return
     value = as_built(was, value)
     if (isinstance(was, torch.Tensor) and isinstance(value, torch.Tensor)
             and was.shape == value.shape and was.dtype == value.dtype):

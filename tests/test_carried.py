@@ -157,3 +157,78 @@ def test_rounding_is_not_taken_for_a_carried_value_when_the_machine_wavers(
         return
     with pytest.raises(ConfigError, match="carries a value"):
         train(loss)
+
+
+# --- from step to step ----------------------------------------------------------------------------
+
+SCALE = 1.0
+
+
+def scaled(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return SCALE * mse(model, batch)
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scale, self.kept = 1.0, 1.0
+
+    def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return self.kept * mse(model, batch)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, values: dict[str, float]) -> None:
+        self.kept = values["kept"]
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_a_value_that_the_code_after_a_step_changes_is_reported_once(registers: bool,
+                                                                     capsys: Any) -> None:
+    """A local name, a global one that a function reads, an attribute, also by a method; not what
+    the state has, what is set in each batch, and what a step begins with."""
+    global SCALE
+    temperature, settings, constant, printed, count = 1.0, Settings(), 2.0, list[float](), 0
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), data, global_batch=16,
+                      microbatches=2, until="4 steps", progress=False,
+                      state={"settings": settings} if registers else None)
+    begins = 0
+    for step in trainer:
+        begins += 1
+        for batch in step:
+            count = len(batch)
+            loss = temperature * settings.scale * constant * scaled(model, batch)
+            step.backward(loss * settings.loss(model, batch) + 0 * begins * len(printed))
+        temperature *= 0.9
+        SCALE *= 0.9
+        settings.scale *= 0.9
+        settings.kept *= 0.9
+        printed.append(step.loss)
+        count += 1
+    told = [line for line in capsys.readouterr().err.splitlines() if "the inner loop reads" in line]
+    expected = {"temperature", "scaled.SCALE"} | (
+        set() if registers else {"settings.scale", "settings.loss.self.kept"})
+    assert {line.partition("reads ")[2].partition(",")[0] for line in told} == expected
+    assert len(told) == len(expected) and "(1.0, now 0.9)" in told[0]
+    SCALE = 1.0
+
+
+@pytest.mark.parametrize("registers", [False, True])
+def test_an_average_beside_the_state_is_reported(registers: bool, capsys: Any) -> None:
+    """A resumed run would average from its own first step on."""
+    model = torch.nn.Linear(4, 1)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    fixed = torch.nn.Linear(4, 1)
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+    for step in Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01), data, global_batch=16,
+                        microbatches=2, until="3 steps", progress=False,
+                        state={"average": average} if registers else None):
+        for batch in step:
+            step.backward(mse(model, batch))
+        average.update_parameters(model)
+        fixed(data[0][0])
+    reported = capsys.readouterr().err.count("has changed the module average,")
+    assert reported == (0 if registers else 1)

@@ -88,6 +88,21 @@ def test_all_workers_of_a_run_have_one_hash_seed(tmp_path: Path, capsys: Any) ->
     assert hash_seed(other, {"PYTHONHASHSEED": "random"}) == {"PYTHONHASHSEED": "5"}
 
 
+def test_a_new_folder_has_the_hash_seed_of_the_store(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is resumed from its store alone reads sets in the order of its first start."""
+    folder, other = tmp_path / "folder", tmp_path / "other"
+    for one in (folder, other):
+        one.mkdir()
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    run(Built(), tmp_path / "run", 2)
+    store = str(tmp_path / "run" / "checkpoints")
+    assert hash_seed(folder, {}, store) == {"PYTHONHASHSEED": "7"}
+    assert hash_seed(folder, {"PYTHONHASHSEED": "5"}) == {"PYTHONHASHSEED": "7"}
+    empty = str(tmp_path / "empty")
+    assert hash_seed(other, {"PYTHONHASHSEED": "5"}, empty) == {"PYTHONHASHSEED": "5"}
+
+
 # --- one process: a run that is resumed -----------------------------------------------------------
 
 class Words(torch.utils.data.Dataset):

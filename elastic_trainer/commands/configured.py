@@ -123,19 +123,24 @@ def compare_with_run(configuration: Configuration, allowed: list[str], run_dir: 
 
 def _stored(url: str) -> dict[str, Any] | None:
     """Return the configuration in the newest checkpoint; None: there is none that can be read."""
+    found = newest_facts(url).get("configuration")
+    return found if isinstance(found, dict) else None
+
+
+def newest_facts(url: str) -> Mapping[str, Any]:
+    """Return what the record of the newest checkpoint says; {}: there is none that can be read."""
+    if "://" not in url and not Path(url).is_dir():
+        return {}
     from elastic_trainer.state.commit_log import CommitLog, Damaged
     from elastic_trainer.state.store import StoreUnavailable
     from elastic_trainer.state.stores import open_store
 
-    if "://" not in url and not Path(url).is_dir():
-        return None
     try:
         log = CommitLog(open_store(url))
         kept = log.newest_whole().kept
-        found = log.read(max(kept)).body.get("configuration") if kept else None
+        return log.read(max(kept)).body if kept else {}
     except (Damaged, FileNotFoundError, StoreUnavailable):
-        return None
-    return found if isinstance(found, dict) else None
+        return {}
 
 
 def _show(found: list[Change], allowed: list[str]) -> None:

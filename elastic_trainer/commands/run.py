@@ -52,12 +52,12 @@ def main(argv: list[str]) -> int:
     os.environ["ELASTIC_TRAINER_AGENT_PORT"] = str(wanted.reach.agent_port)
     # The demo's terminal shows its progress, which redraws the screen.
     os.environ[TERMINAL] = "" if wanted.is_demo else terminal_of(0)
-    os.environ.update(hash_seed(wanted.run_dir, os.environ))
     os.environ[VARIABLE] = configured.for_workers(wanted.configuration)
     os.environ[configured.ALLOW_VARIABLE] = ",".join(wanted.allow_change)
     horovodrun_options = wanted.horovodrun()
     with local_s3(wanted.run_dir) if wanted.has_own_s3 else nullcontext():
         prove_store(wanted.store)
+        os.environ.update(hash_seed(wanted.run_dir, os.environ, wanted.store))
         configured.compare_with_run(wanted.configuration, wanted.allow_change, wanted.run_dir,
                                     wanted.store)
         return _train(wanted, horovodrun_options)
@@ -108,16 +108,17 @@ def shown(run_dir: Path) -> Iterator[None]:
               file=sys.stderr)
 
 
-def hash_seed(run_dir: Path, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the PYTHONHASHSEED of a run: that of its first start. Disk: one small file."""
+def hash_seed(run_dir: Path, env: Mapping[str, str], store: str = "") -> dict[str, str]:
+    """Return the PYTHONHASHSEED of a run: that of its first start. It stands in the run's folder
+    and in its checkpoints: a new folder takes that of the store. Disk: one small file."""
     (name, usual), = HASH_SEED.items()
     given, file = env.get(name, ""), run_dir / HASH_SEED_FILE
     given = given if given.isdecimal() else usual
     try:
         kept = file.read_text().strip()
     except FileNotFoundError:
-        write_text(file, f"{given}\n")
-        return {name: given}
+        kept = str(configured.newest_facts(store).get("hash_seed", "")) if store else ""
+        write_text(file, f"{kept if kept.isdecimal() else given}\n")
     if kept.isdecimal():
         if env.get(name, kept) != kept:
             print(f"elastic-trainer: {name} is {env[name]}, but the run began with {kept}, which "

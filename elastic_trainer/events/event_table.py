@@ -337,6 +337,11 @@ _PROGRAMS = (
         "are left out of the proof.", has(fields=LIST),
         "fields of a sample are random, whatever the seed: {fields}",
         remedy="Draw from the default generators of torch, numpy or random."),
+    EventKind("job.value_carried", WARNING,
+        "The inner loop reads a value that the code after it has changed, and that is no part of "
+        "the state. A worker that joins, and a resumed run, begin with its first value.",
+        has(name=TEXT, was=TEXT, now=TEXT), "{name} was {was} and is now {now}, outside of state",
+        remedy="Compute it from step.number, or keep it in an object in `state`."),
     EventKind("worker.program_differs", ERROR,
         "A worker has other data, or another program, than the run. A newcomer gets no place; if "
         "the first workers differ, the run ends (`kept_out_s` is 0).",

@@ -30,6 +30,7 @@ from elastic_trainer.training.settings import (
     hold_given,
     remarks_on_sparse,
     remarks_on_workers,
+    require_known,
     schedule_differs,
     settle,
 )
@@ -54,6 +55,7 @@ class Account:
     def __init__(self, work: Work, launch: Launch, every: Cadence):
         self.job, self.state, self.events = work.job, work.state, work.events
         self.launch, self.reduce, self.every = launch, work.reduce, every
+        self._built = work.built_settings
         self._proof: Proof | None = None
         """That of this worker; None: it has none."""
         self._is_proof_logged = False
@@ -67,8 +69,10 @@ class Account:
             return self.state.committed
         return self.job.schedule.steps
 
-    def require_length(self, restored_step: int | None) -> None:
-        """Raise ConfigError if the run has more steps already than it is to have."""
+    def require_possible(self, restored_step: int | None) -> None:
+        """Raise ConfigError if the run has more steps already than it is to have, or
+        --allow-change names what neither the run nor the script has."""
+        require_known(self.launch.allow_change, self.state.settings, self._built)
         planned = self.job.schedule.steps
         if restored_step is not None and restored_step > planned:
             raise ConfigError(

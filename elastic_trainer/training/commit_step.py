@@ -33,7 +33,8 @@ class StepEnd:
     """The end of a step whose gradient every worker holds."""
 
     def __init__(self, work: Work):
-        self.job, self.state, self.flat, self.events = work.job, work.state, work.flat, work.events
+        self.work, self.job, self.state, self.flat = work, work.job, work.state, work.flat
+        self.events = work.events
         self.grad_norm: torch.Tensor | None = None
         """The norm of the last gradient before it was clipped; None without `clip_norm`."""
 
@@ -115,6 +116,7 @@ class StepEnd:
             state.rates.note()
         state.parameters.check()
         state.optimizer_values.check(state.committed)
+        self.work.end()
         state.commit(samples, digest, clock_ms, finishes)
         state.is_applying = False
 

@@ -317,6 +317,7 @@ def describe(job: Job) -> dict[str, Any]:
             "model": type(job.model).__name__,
         },
         **({"configuration": dict(job.configuration)} if job.configuration else {}),
+        "hash_seed": Launch.from_environment().hash_seed,
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

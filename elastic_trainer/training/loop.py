@@ -262,7 +262,7 @@ class Loop:
         """Begin with the values of the newest checkpoint, or those that rank 0 was built with."""
         self.account.begin(self.world.rank, self.work.flat.gradients.sparse)
         step = self.checkpointing.restore(self.world)  # the store
-        self.account.require_length(step)
+        self.account.require_possible(step)
         self.state.has_state, self.state.received = step is not None or self.world.rank == 0, -1
         self.going_back.restored_step = step or 0
         self.after_step.go_back()

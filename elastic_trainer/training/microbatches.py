@@ -48,7 +48,7 @@ class Microbatches:
 
     def __init__(self, work: Work, leaves_alone: Callable[[BaseException], bool],
                  is_broken: Callable[[], bool]):
-        self.job, self.state, self.flat = work.job, work.state, work.flat
+        self.work, self.job, self.state, self.flat = work, work.job, work.state, work.flat
         self.reducer, self.scaling = work.reducer, work.scaling
         self._other_reducer = "" if work.reduce == "exact" else ', or use reduce="exact"'
         self._leaves_alone, self._is_broken = leaves_alone, is_broken
@@ -75,7 +75,7 @@ class Microbatches:
         computing.
         """
         self.trace.begin_step(step, self.state.phase)
-        self.state.begin()
+        self.work.begin()
         try:
             return (yield from self._run(step, world, error))
         except GradientsWritten:
@@ -106,10 +106,7 @@ class Microbatches:
             self.flat.add_mark(self.reducer.mine(), self.left.mark)
         if self.error is None:
             with self.user_code():
-                self.state.optimizer_values.check_groups(step)
-                self.state.rates.check(step)
-                self.state.model_buffers.check(step)
-                self.state.attributes.check()
+                self.work.check()
         return samples, digest
 
     def _one(self, step: int, microbatch: int, indices: numpy.ndarray,

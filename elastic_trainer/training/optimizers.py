@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -182,6 +184,8 @@ def split_schedule(schedule: Rates | None, optimizer: torch.optim.Optimizer, ste
     ConfigError."""
     members = optimizer.members if isinstance(optimizer, Several) else {"": optimizer}
     given = _schedulers_of(schedule, members)
+    for one in given.values() if given else [schedule]:
+        _require_pure(one)
     for name, scheduler in given.items():
         _require_usable(scheduler, members[name], steps, words, is_one_of_several=len(members) > 1)
     for name, member in members.items():
@@ -224,6 +228,28 @@ def _schedulers_of(schedule: Rates | None,
             f"but there are several: {names}. Give a dict of torch schedulers by these names, or a "
             f"function of the step.")
     return {"": schedule}
+
+
+def _require_pure(schedule: Any) -> None:
+    """Raise ConfigError for a function of the step that returns another value the second time.
+    Torch keeps the attributes of a callable object of LambdaLR, and nothing of a function."""
+    for inner in getattr(schedule, "_schedulers", ()):
+        _require_pure(inner)
+    functions = (() if schedule is None else [schedule] if not isinstance(schedule, LRScheduler)
+                 else [one for one in getattr(schedule, "lr_lambdas", ())
+                       if isinstance(one, (FunctionType, MethodType, partial))])
+    for function in functions:
+        try:
+            first, again = ([float(function(step)) for step in (0, 1)] for _ in range(2))
+        except (Exception, SystemExit):
+            continue  # it raises again when it is used
+        if bad := [step for step in (0, 1) if first[step] != again[step] == again[step]]:
+            raise ConfigError(
+                f"the function of the learning rate ({getattr(function, '__name__', function)}) "
+                f"returned {first[bad[0]]} for step {bad[0]}, and then {again[bad[0]]}. It keeps a "
+                f"value of its own, or draws one, which a worker that joins, or a resumed run, "
+                f"would not have. Compute the rate from the number of the step, or give LambdaLR "
+                f"an object with __call__: its attributes are kept.")
 
 
 def _require_no_scheduler(optimizer: torch.optim.Optimizer, words: Words) -> None:

@@ -30,9 +30,11 @@ from elastic_trainer.data.index import Index
 from elastic_trainer.data.leaves import leaves, steady
 from elastic_trainer.data.loader import MOST_WRAPPED
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.module_attributes import OWN, is_namespace, is_plain
+from elastic_trainer.state.module_attributes import OWN, is_namespace
 from elastic_trainer.state.names import named_buffers, named_parameters, plain
+from elastic_trainer.state.plain_values import is_plain
 from elastic_trainer.state.supported import some
+from elastic_trainer.training.beside import Beside
 from elastic_trainer.training.job import Job
 from elastic_trainer.training.settings import CONFIGURATION, PROOF, Remark
 from elastic_trainer.wire.proof import Leaf, Proof, Values
@@ -50,8 +52,8 @@ OTHERS = "(the others)"
 
 
 class Proving:
-    def __init__(self, job: Job, state: LiveState):
-        self.job, self.state = job, state
+    def __init__(self, job: Job, state: LiveState, beside: Beside):
+        self.job, self.state, self.beside = job, state, beside
         describe(job)
         self._batch: Values = {}
         self._sum = 0
@@ -84,6 +86,8 @@ class Proving:
             batch=_without(self._batch, unsteady), weights=weights, machine=machine,
             options=_table(options), tensors=job.built["tensors"], modules=job.built["modules"],
             optimizer=_table(_optimizer_of(job, self.state.settings)),
+            beside=_table({name: described(module) for name, module in self.beside.modules().items()
+                           }) if self.beside.is_sought else None,
             hash_seed=Launch.from_environment().hash_seed)
 
 

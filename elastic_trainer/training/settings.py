@@ -34,7 +34,7 @@ from horovod.torch import Adasum
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.config import ADASUM, ConfigError, Launch
-from elastic_trainer.options import Options, Words, resolved
+from elastic_trainer.options import Options, Words, declared, nearest, resolved
 from elastic_trainer.reduce.ring import BUCKET_BYTES
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.configuration import (
@@ -52,6 +52,7 @@ from elastic_trainer.state.configuration import (
 from elastic_trainer.state.rates import Rates
 from elastic_trainer.state.supported import some
 from elastic_trainer.training.optimizers import Schedulers, kind_of
+from elastic_trainer.wire.proof import PARTS
 from elastic_trainer.wire.redact import redacted_settings
 
 if TYPE_CHECKING:
@@ -364,6 +365,25 @@ def allowed_settings(run: Mapping[str, Any], built: Mapping[str, Any],
     return {key: value for key, value in built.items() if key.startswith("optimizer.")
             and (key.rpartition(".")[2] in names or "optimizer" in allow_change)
             and key in run and run[key] != value}
+
+
+def require_known(allow_change: Collection[str], run: Mapping[str, Any],
+                  built: Mapping[str, Any]) -> None:
+    """Raise ConfigError if --allow-change names what neither the run nor the script has: a part of
+    a proof, an option of the optimizer, or a key of the configuration."""
+    parts = [part for part in PARTS if part != "length"]
+    of_optimizer = sorted({key for one in (run, built) for key in one
+                           if key.startswith("optimizer.")})
+    keys = sorted({key for one in (run, built) for key in one.get(CONFIGURATION) or {}})
+    last = {key.rpartition(".")[2] for key in of_optimizer}
+    trainers = [f"{TRAINING}.{name}" for name in declared()]
+    for name in allow_change:
+        if name not in (*parts, *keys, *trainers) and name.rpartition(".")[2] not in last:
+            known = [*parts, *keys, *of_optimizer, *last]
+            raise ConfigError(
+                f"--allow-change names {name!r}, which is no part of a run's proof, no option of "
+                f"the optimizer and no key of the configuration.{nearest(name, known)} The parts "
+                f"are {', '.join(parts)}.")
 
 
 def hold_given(allowed: Mapping[str, Any], optimizer: torch.optim.Optimizer, rates: Rates) -> None:

@@ -53,7 +53,7 @@ from elastic_trainer.training.precision import Precision
 from elastic_trainer.training.settings import in_force
 from elastic_trainer.training.stages import Finished, Microbatch, Stage
 from elastic_trainer.training.step import Step
-from elastic_trainer.training.worker import Worker
+from elastic_trainer.training.worker import Worker, remark_on_carried
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -229,6 +229,7 @@ class Trainer:
             while (stage := self._next()) is not None:
                 self._step = Step(self._worker, self._next, self._fail, stage)
                 yield self._step
+                remark_on_carried(self._worker)
                 if misuse := self._worker.left_averaged() or self._step.end():
                     self._fail(misuse)
             self._exit.finish()
@@ -242,6 +243,7 @@ class Trainer:
             raise
         finally:
             self._in_thread.trainer = None
+            self._worker.carried.drop()
             hook.close()
 
     def _next(self) -> Stage | None:

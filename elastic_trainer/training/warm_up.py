@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -139,7 +139,8 @@ class WarmUp:
         self.reducer, self.replica, self.scaling = work.reducer, work.replica, work.scaling
         self._left: list[dict[str, Any]] = []
         """The attributes that the first micro-batch has changed, the first time and again."""
-        self.proving = Proving(work.job, work.state)
+        self.work, self.beside = work, work.beside
+        self.proving = Proving(work.job, work.state, work.beside)
 
     def run(self, is_exact: bool) -> Generator[Microbatch, None, Warm]:
         """Run a micro-batch of the first step, once more, and after another one; and as many
@@ -160,13 +161,19 @@ class WarmUp:
         is_laid_out_anew = self.flat.tally.lay_out()
         if is_laid_out_anew:
             self.reducer.lay_out(self.flat.trained)
+        # Compiled programs run a hook for all modules twice, and may be compiled anew.
+        sees = nullcontext if compiled_programs() else self.beside.noticing
         started = time.monotonic()
-        again = yield from self._try_microbatch(first, place, constant=new)
+        with sees():
+            again = yield from self._try_microbatch(first, place, constant=new)
         microbatch_s = time.monotonic() - started  # the first time takes longer
         tried = [again] if new or is_laid_out_anew else [before, again]  # else of other sums
         if other := another(job.schedule, place):
-            yield from self._try_microbatch(job.schedule.microbatch_samples(*other), other)
+            with sees():
+                yield from self._try_microbatch(job.schedule.microbatch_samples(*other), other)
+            self.beside.settle()
             tried.append((yield from self._try_microbatch(first, place)))
+            self.beside.require_unchanged()
         require_same_result(tried, may_waver(job.device))
         if job.schedule.smallest_microbatch < len(first):
             yield from self._try_smallest_microbatch(first[: job.schedule.smallest_microbatch])
@@ -174,6 +181,7 @@ class WarmUp:
             yield from self._compile_other_sizes({len(first), job.schedule.smallest_microbatch})
         self.state.restore()
         self.state.forget()
+        self.work.settle()
         job.buffers.require_used(self.state.buffers)
         self.flat.gradients.adopt(trained)
         for tensor in self.flat.sums.values():

@@ -22,11 +22,14 @@ from elastic_trainer.reduce.reducer import Reducer
 from elastic_trainer.reduce.ring import RingReducer, Sending
 from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.names import named_parameters
+from elastic_trainer.state.names import named_parameters, plain
+from elastic_trainer.state.program import Program
+from elastic_trainer.training.beside import Beside
 from elastic_trainer.training.failures import Fit
 from elastic_trainer.training.job import Job, cut_of
 from elastic_trainer.training.optimizers import members_of
 from elastic_trainer.training.precision import Scaling
+from elastic_trainer.training.probe import Probe
 from elastic_trainer.training.settings import CONFIGURATION, settings_of
 from elastic_trainer.world import revive
 from elastic_trainer.world.replicas import Replica
@@ -76,7 +79,45 @@ class Work:
         self.fit = Fit()
         self._steps = 0
         job.readers.training.watch.registered = lambda: self.state.extras.values()
+        self.beside = Beside(job.model, lambda: self.state.extras.values())
+        self.probe = Probe(job, lambda: self.state.extras.values())
+        self.program = self._program()
         self.require_kept(begins=True)
+
+    def settle(self) -> None:
+        """Take the program as the warm-up has left it: from here on it stays."""
+        self.beside.settle()
+        self.program = self._program()
+        self.program.settle()
+        self.probe.settle()
+
+    def _program(self) -> Program:
+        modules = {plain(name) or "(the model)": module
+                   for name, module in self.job.model.named_modules()} | self.beside.modules()
+        members = dict(zip(self.job.phases, members_of(self.job.optimizer), strict=True))
+        return Program(modules, named_parameters(self.job.model),
+                       {f"the optimizer {name}".strip(): one for name, one in members.items()})
+
+    def begin(self) -> None:
+        """Begin a step: keep what a forward pass changes, and see what the script has changed."""
+        self.state.begin()
+        self.program.begin()
+        self.beside.begin()
+
+    def check(self) -> None:
+        """Raise RuntimeError if the script, or a batch, has changed what a worker that joins would
+        not have."""
+        self.state.optimizer_values.check_groups(self.state.committed)
+        self.state.rates.check(self.state.committed)
+        self.state.model_buffers.check(self.state.committed)
+        self.state.attributes.check()
+        self.program.check()
+        self.beside.check()
+
+    def end(self) -> None:
+        """End a step. Raises RuntimeError if it has changed a class of the optimizer's."""
+        self.program.end()
+        self.beside.end()
 
     # --- whether the state can be kept ------------------------------------------------------------
 
@@ -92,17 +133,25 @@ class Work:
             self._steps += 1
             if self._steps & (self._steps - 1) == 0:
                 self.require_kept()
+            elif self.state.committed % self.job.schedule.steps_per_epoch == 0:
+                self.probe.check()
 
     def require_kept(self, *, begins: bool = False) -> None:
         """Raise ConfigError for values that cannot be kept, and RuntimeError if the script has
-        changed the dataset. Copies nothing.
+        changed what a resumed run would not have. Copies nothing.
 
         `begins`: before the first step, where the state learns the classes that it may hold.
         """
         state = self.state
         self.job.readers.training.watch.check()
+        if not begins:
+            self.probe.check()
         try:
             state.packed(learns=begins)
+            if not begins:
+                self.program.begin()
+                self.beside.begin()
+                self.check()
         except CannotKeep as error:
             when = "" if begins else f"after step {state.committed - 1} the state cannot be kept: "
             raise ConfigError(

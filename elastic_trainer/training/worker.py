@@ -33,6 +33,7 @@ from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.training import averages, debugger
 from elastic_trainer.training.account import is_finished, is_in_store
 from elastic_trainer.training.after_step import StopRequest
+from elastic_trainer.training.carried import CarriedValues
 from elastic_trainer.training.determinism import (
     advise_on_shapes,
     choose_settings,
@@ -72,6 +73,7 @@ class Worker:
         """None until this worker has a place."""
         self.stop_request = StopRequest(job.best)
         self.rows = Rows(options["loggers"])
+        self.carried = CarriedValues(job.model, job.state.values)
         self.advice = ""
         """A remedy for a person, if the user's code has failed on the batch in hand."""
         self._compiler = compiler_settings()  # torch's settings, as the user has them
@@ -274,6 +276,11 @@ class Worker:
         """Report that the user's loop was left before its end: the run ends everywhere, and can be
         resumed. `saves`: first with a checkpoint of the last finished step."""
         step = self.loop.state.committed if self.loop else 0
+        if saves and (error := why_lost(self.loop)):
+            print(f"elastic-trainer: the training loop was left {how} after {step} steps, without "
+                  f"a checkpoint of them: {error}", file=sys.stderr, flush=True)
+            self.report(error)
+            return
         text = (f"the training loop was left {how} after {step} of {self.job.schedule.steps} "
                 f"steps, so the run is not finished.")
         if saves:
@@ -302,6 +309,24 @@ class Worker:
 def report_memory(device: torch.device, events: Events) -> None:
     if device.type == "cuda":
         events.emit("worker.memory_measured", device_bytes=torch.cuda.max_memory_reserved(device))
+
+
+def why_lost(loop: Loop | None) -> Exception | None:
+    """Return why a resumed run would lack what the script has changed after the last step; None: it
+    would not."""
+    if loop and loop.state.phase == 0:
+        try:
+            loop.work.require_kept()
+        except (ConfigError, RuntimeError) as error:
+            return error
+    return None
+
+
+def remark_on_carried(worker: Worker) -> None:
+    """Remark on values that the code after the inner loop has changed outside of the state."""
+    for remark in worker.carried.end():
+        if worker.loop:
+            worker.loop.account.remark(remark, worker.rank)
 
 
 def require_main_thread(driver: Driver) -> None:

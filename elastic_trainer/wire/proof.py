@@ -98,6 +98,8 @@ class Proof:
     modules: Mapping[str, str] = field(default_factory=dict)
     optimizer: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, str] | None = None
+    """The modules that a step calls and that are no part of the model; None: not looked at."""
     weights: int = 0
     """A checksum of the weights as built; 0: not known."""
     machine: int = 0
@@ -160,6 +162,8 @@ def differences(mine: Proof, runs: Proof, *, is_resumed: bool = False) -> list[D
         found += _of_samples(mine, runs)
     for part in ("tensors", "modules", "optimizer", *(() if is_resumed else AMONG_WORKERS)):
         found += _of_tables(part, getattr(mine, part), getattr(runs, part))
+    if mine.beside is not None and runs.beside is not None:
+        found += _of_tables("modules", mine.beside, runs.beside)
     return found
 
 
