@@ -13,6 +13,8 @@ What always holds:
 It is a remark and no error, because a loop may read a value that changes no result (a counter for a
 line that it prints).
 
+Cost: 0.1 to 0.2 ms of a step (measured: a loop that names 14 values, and one module).
+
 Source: the `for` that a frame stands in is the FOR_ITER at f_lasti (dis).
 """
 
@@ -35,7 +37,7 @@ from elastic_trainer.training.settings import Remark
 
 MOST_PATHS, MOST_ELEMENTS, DEEPEST = 200, 1024, 2
 SCALARS = (bool, int, float, complex, str, type(None))
-MOST_TENSORS, MODULE = 8, "a module"
+MOST_TENSORS, MODULE = 4, "a module"
 MISSING = object()
 Path = tuple[str, ...]
 """A name, and the names of attributes: ("args", "temperature")."""
@@ -47,6 +49,8 @@ class CarriedValues:
 
     def __init__(self, model: torch.nn.Module, registered: Callable[[], Iterable[Any]]):
         self._model, self._registered = model, registered
+        self._own = frozenset[int]()
+        """The ids of the model's parameters, which stay the same objects."""
         self._frame: types.FrameType | None = None
         self._paths: tuple[Path, ...] = ()
         self._left: dict[Path, Any] = {}
@@ -81,32 +85,28 @@ class CarriedValues:
         if self._frame is None or not self._paths:
             return {}
         try:
-            own = self._frame.f_locals
-            names = {**self._frame.f_globals, **own}
-            if self._frame.f_code.co_flags & inspect.CO_OPTIMIZED and type(own) is dict:
+            code, own, others = self._frame.f_code, self._frame.f_locals, self._frame.f_globals
+            names = {name: own.get(name, others.get(name, MISSING)) for name in named_by(code)}
+            if code.co_flags & inspect.CO_OPTIMIZED and type(own) is dict:
                 own.clear()  # a copy, which would hold tensors (before Python 3.13)
             left_out = frozenset(map(id, self._registered()))
-            code = self._frame.f_code
-            modules = {(name,): seen for name in (*code.co_varnames, *code.co_names,
-                                                  *code.co_cellvars, *code.co_freevars)
-                       if id(names.get(name)) not in left_out
-                       and (seen := self._seen_module(names.get(name)))}
-            return modules | dict(_found(names, self._paths, left_out, DEEPEST, ()))
+            modules = {(name,): self._seen_module(value) for name, value in names.items()
+                       if isinstance(value, torch.nn.Module) and id(value) not in left_out}
+            return {path: seen for path, seen in modules.items() if seen} | dict(
+                _found(names, self._paths, left_out, DEEPEST, ()))
         except Exception:  # an object may do anything
             return {}
 
 
-    def _seen_module(self, module: Any) -> tuple[Any, ...]:
+    def _seen_module(self, module: torch.nn.Module) -> tuple[Any, ...]:
         """Return what changes with the first tensors of a module that is not the model's; (): it
         is, or there are none."""
-        if not isinstance(module, torch.nn.Module):
-            return ()
-        own = set(map(id, self._model.parameters()))
+        self._own = self._own or frozenset(map(id, self._model.parameters()))
         tensors = list(islice(chain(module.parameters(), module.buffers()), MOST_TENSORS))
-        if not tensors or any(id(one) in own for one in tensors):
+        if not tensors or any(id(one) in self._own for one in tensors):
             return ()
-        return (id(module), *((one._version, one.data_ptr(), sum_of(one)) for one in tensors
-                              if not one.is_inference()), MODULE)
+        marks = ((one._version, one.data_ptr()) for one in tensors if not one.is_inference())
+        return (id(module), sum_of(tensors[0]), *marks, MODULE)
 
 
 def _remark(name: str, was: str, now: str) -> Remark:
@@ -144,8 +144,9 @@ def _found(names: Mapping[str, Any], paths: Collection[Path], left_out: Collecti
             if value.numel() <= MOST_ELEMENTS and not value.requires_grad:
                 yield (*start, *path), (id(value), value._version, "a tensor")
         elif isinstance(value, types.FunctionType) and depth and _is_of_script(value):
-            yield from _found(_names_of(value, owner), read_by_function(value.__code__), left_out,
-                              depth - 1, (*start, *path))
+            read = read_by_function(value.__code__)
+            yield from _found(_names_of(value, owner, read), read, left_out, depth - 1,
+                              (*start, *path))
 
 
 def _attribute(value: Any, name: str) -> Any:
@@ -153,7 +154,7 @@ def _attribute(value: Any, name: str) -> Any:
     own = getattr(value, "__dict__", {})
     if isinstance(own, dict) and name in own:
         return own[name]
-    found = inspect.getattr_static(type(value), name, MISSING)
+    found = next((vars(kind)[name] for kind in type(value).__mro__ if name in vars(kind)), MISSING)
     return found if isinstance(found, (types.FunctionType, *SCALARS)) else MISSING
 
 
@@ -166,10 +167,11 @@ def _is_of_script(function: types.FunctionType) -> bool:
     return not (is_installed(module) or _is_ours(module) or module.startswith("torch"))
 
 
-def _names_of(function: types.FunctionType, owner: Any) -> dict[str, Any]:
+def _names_of(function: types.FunctionType, owner: Any, paths: Iterable[Path]) -> dict[str, Any]:
     """Return what a function reads by name: of its module, its closure, and its first argument."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
-    found = {**function.__globals__, **{name: _content(cell) for name, cell in cells}}
+    found = {path[0]: function.__globals__.get(path[0], MISSING) for path in paths}
+    found |= {name: _content(cell) for name, cell in cells}
     arguments = function.__code__.co_varnames[:function.__code__.co_argcount]
     for name in arguments:
         found.pop(name, None)
@@ -186,6 +188,12 @@ def _content(cell: Any) -> Any:
 
 
 # --- what code reads ------------------------------------------------------------------------------
+
+@cache
+def named_by(code: types.CodeType) -> tuple[str, ...]:
+    """Return the names that code has."""
+    return (*code.co_varnames, *code.co_cellvars, *code.co_freevars, *code.co_names)
+
 
 @cache
 def read_by_loop(code: types.CodeType, at: int) -> tuple[Path, ...]:
