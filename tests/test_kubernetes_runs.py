@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from kubernetes_servers import NAME
 from netlab import Lab, store_on
-from pod_fleet import PodFleet, started
+from pod_fleet import NODES, PodFleet, started
 from s3_servers import Unavailable
 from waiting import wait_for
 
@@ -149,6 +149,51 @@ def test_a_run_lives_through_what_kubernetes_does_to_its_pods(lab: Lab, tmp_path
         fleet.wait_for_no_pod()
         print(fleet.story())
     assert result["steps_redone"] <= 1
+
+
+@pytest.mark.long
+def test_a_node_that_loses_its_power_costs_the_step_in_flight_and_comes_back_under_its_name(
+        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+    """Nobody tells. The driver notices it before Kubernetes does, and the others go on. Kubernetes
+    then marks the node, which is no reason to touch another pod. When the node is back, its Job
+    replaces the pod. If the node is deleted, as a cloud does it, the pod is replaced elsewhere."""
+    with pods(lab, tmp_path, LONG_JOB, workers=4, nodes=5) as fleet:
+        fleet.forms(4)
+        fleet.wait_for_step(3)
+        name, kubelet = fleet.workers()[0], fleet.kubelet
+        assert kubelet
+        node = kubelet.lose(name)
+        fleet.forms(3)
+        assert fleet.is_ready(node), "Kubernetes was faster"
+        fleet.wait_for("mark of the node", lambda: not fleet.is_ready(node))
+        fleet.wait_for("taint of the node", lambda: [
+            taint for taint in fleet.kubernetes("GET", f"{NODES}/{node}")["spec"].get("taints", ())
+            if taint["key"] == "node.kubernetes.io/unreachable"])
+        fleet.wait_for_step(fleet.newest_step() + 3)
+        kubelet.boot(node)
+        fleet.forms(4)
+        assert name not in fleet.workers(), fleet.story()
+        fleet.wait_for_step(fleet.newest_step() + 3)
+        kubelet.add("spare")
+        gone = fleet.workers()[1]
+        node = kubelet.lose(gone)
+        fleet.forms(3)
+        kubelet.remove(node)
+        # The garbage collector of Kubernetes takes the pod after 40 s to 80 s.
+        fleet.wait_for("end of the lost pod", lambda: gone not in fleet.kubectl(
+            "get", "pods", "--output=name"))
+        fleet.forms(4)
+        assert fleet.finish() == 0
+        # The driver starts a worker there again, in vain, until the host is out.
+        lost = fleet.lost()
+        frozen = [one["host"] for one in lost if one["reason"] == "frozen"]
+        assert [host[:len(of)] for host, of in zip(frozen, (name, gone), strict=True)] == [
+            name, gone], fleet.story()
+        assert {one["host"] for one in lost if one["reason"] == "boot_failed"} <= {*frozen}
+        result = fleet.assert_nothing_lost(twin_of(*LONG_JOB), victims=len(lost))
+        fleet.wait_for_no_pod()
+        print(fleet.story())
+    assert (result["attempts"], result["steps_redone"] <= 2) == (1, True)
 
 
 @pytest.mark.long
