@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from elastic_trainer.schedule.order import LikeLength as LikeLength
     from elastic_trainer.schedule.order import Weighted as Weighted
     from elastic_trainer.state.configuration import Configuration as Configuration
-    from elastic_trainer.training.averages import Swa as Swa
     from elastic_trainer.training.failures import LossNotFinite as LossNotFinite
-    from elastic_trainer.training.job import Result as Result
-    from elastic_trainer.training.optimizers import decay_groups as decay_groups
-    from elastic_trainer.training.settings import configuration as configuration
+    from elastic_trainer.training.job.averages import Swa as Swa
+    from elastic_trainer.training.job.job import Result as Result
+    from elastic_trainer.training.job.optimizers import decay_groups as decay_groups
+    from elastic_trainer.training.job.settings import configuration as configuration
     from elastic_trainer.training.step import Step as Step
     from elastic_trainer.training.trainer import Trainer as Trainer
     from elastic_trainer.training.trainer import train as train
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "ConfigError": "config", "Configuration": "state.configuration",
-    "configuration": "training.settings", "ElasticState": "horovod_style.state",
+    "configuration": "training.job.settings", "ElasticState": "horovod_style.state",
     "ImageFolder": "data.images", "LikeLength": "schedule.order", "Loader": "data.loader",
     "LossNotFinite": "training.failures", "Mixture": "data.mixture", "ParquetFiles": "data.parquet",
-    "Result": "training.job", "TarShards": "data.tar", "Weighted": "schedule.order",
+    "Result": "training.job.job", "TarShards": "data.tar", "Weighted": "schedule.order",
     "constant": "schedule.learning_rate", "cosine": "schedule.learning_rate",
-    "decay_groups": "training.optimizers", "gather": "reduce.buffers",
+    "decay_groups": "training.job.optimizers", "gather": "reduce.buffers",
     "inverse_root": "schedule.learning_rate", "linear_decay": "schedule.learning_rate",
     "linear_scaling": "schedule.learning_rate", "local_rank": "training.worker",
-    "step_decay": "schedule.learning_rate", "Step": "training.step", "Swa": "training.averages",
+    "step_decay": "schedule.learning_rate", "Step": "training.step", "Swa": "training.job.averages",
     "KeepBest": "evaluate.best", "keep_best": "evaluate.best",
     "Evaluation": "evaluate.evaluation", "train": "training.trainer",
     "Trainer": "training.trainer"

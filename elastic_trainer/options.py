@@ -1,6 +1,6 @@
 """Every option of train() and Trainer, declared once.
 
-keywords of train(), Trainer and fit() → here → training/job.py, worker.py
+keywords of train(), Trainer and fit() → here → training/job/job.py, worker.py
 [training] of run.toml, --set → here (names, types, ranges) → the script, which gives them on
 --override → here → the values that replace those of the script
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from elastic_trainer.reduce.buffers import Rule
     from elastic_trainer.schedule.learning_rate import LinearScaling
     from elastic_trainer.schedule.order import Order
-    from elastic_trainer.training.averages import Swa
+    from elastic_trainer.training.job.averages import Swa
 else:  # at run time an object is checked where it is used
     GradScaler = LRScheduler = Loader = KeepBest = Logger = Rule = LinearScaling = Order = Swa = Any
 

@@ -1,6 +1,6 @@
 """The names that version 0.1 used: old event logs and checkpoints are read by them, nothing else.
 
-event log → here → events/schema.py        record of a checkpoint → here → state/checkpoint.py
+event log → here → events/schema.py        record → here → state/checkpoints/checkpoint.py
 
 An old name that is given today is an error that tells the new one (`remedy`; options.py), and so
 is one of torch's DataLoader.

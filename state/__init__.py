@@ -1,4 +1,6 @@
-"""What survives: the live state of a worker, its bytes, and the checkpoints made of them."""
+"""What survives: the live state of a worker (here), its values and bytes (values/), and the
+checkpoints made of them (checkpoints/, stores/).
+"""
 
 # Under two names each class would exist twice, unequal to itself.
 if __name__ != "elastic_trainer.state":

@@ -2,7 +2,7 @@
 key; and what another configuration means for a run that goes on.
 
 run.toml, --set, --override → launcher (driver/configured.py) → environment → here → script,
-options (training/settings.py), checkpoint's record
+options (training/job/settings.py), checkpoint's record
 
 What always holds:
 1. Values are what TOML and JSON both have: texts, finite numbers, booleans, lists, tables.

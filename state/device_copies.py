@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from elastic_trainer.state.layout import Packed, bytes_at, overlaps
+from elastic_trainer.state.values.layout import Packed, bytes_at, overlaps
 
 Pin = Callable[[int], torch.Tensor]
 SMALL = 1 << 16

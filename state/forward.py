@@ -35,11 +35,11 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_trainer.state.forms import as_built, mapped
-from elastic_trainer.state.layout import pack
-from elastic_trainer.state.names import Table, named_buffers, named_parameters, plain
-from elastic_trainer.state.supported import BUFFERS_STAY, moved_buffers, some
 from elastic_trainer.state.together import groups_of
+from elastic_trainer.state.values.forms import as_built, mapped
+from elastic_trainer.state.values.layout import pack
+from elastic_trainer.state.values.names import Table, named_buffers, named_parameters, plain
+from elastic_trainer.state.values.supported import BUFFERS_STAY, moved_buffers, some
 
 SUFFIX = "_extra_state"
 

@@ -32,7 +32,8 @@ from elastic_trainer.renamed import present
 from elastic_trainer.state.device_copies import Copying
 from elastic_trainer.state.findings import Findings, are_sound
 from elastic_trainer.state.forward import ExtraState, InFlight, ModelBuffers, Modes
-from elastic_trainer.state.layout import (
+from elastic_trainer.state.rates import Rates
+from elastic_trainer.state.values.layout import (
     MACHINE_BYTES,
     Bare,
     LayoutError,
@@ -41,11 +42,10 @@ from elastic_trainer.state.layout import (
     pack,
     unpack,
 )
-from elastic_trainer.state.module_attributes import ModuleAttributes
-from elastic_trainer.state.names import ModelParameters, with_plain_names
-from elastic_trainer.state.optimizer_values import OptimizerValues
-from elastic_trainer.state.plain_values import is_plain
-from elastic_trainer.state.rates import Rates
+from elastic_trainer.state.values.module_attributes import ModuleAttributes
+from elastic_trainer.state.values.names import ModelParameters, with_plain_names
+from elastic_trainer.state.values.optimizer_values import OptimizerValues
+from elastic_trainer.state.values.plain_values import is_plain
 
 
 class LiveState:

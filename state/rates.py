@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from elastic_trainer.state.forms import as_built
+from elastic_trainer.state.values.forms import as_built
 
 
 class RateChanged(RuntimeError):

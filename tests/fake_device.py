@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from elastic_trainer.state.layout import Packed
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.values.layout import Packed
 
 NAME = "privateuseone"
 

@@ -23,8 +23,8 @@ MOST_LINES = {"module": 450, "class": 250, "function": 60}
 def modules_in(code: Path) -> list[Path]:
     """Return the modules of the product in a clone, or where it is installed."""
     rooms = [code / PRODUCT, *sorted((code / PRODUCT).iterdir())]
-    return sorted(path for room in rooms if (room / "__init__.py").exists()
-                  for path in [*room.glob("*.py"), *room.glob("places/*.py")])
+    return sorted({path for room in rooms if (room / "__init__.py").exists()
+                   for path in [*room.glob("*.py"), *room.glob("*/*.py")]})
 
 
 def name_of(path: Path, root: Path) -> str:

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from test_checkpoint import Fleet, begun
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.state.checkpoint import PARTS
-from elastic_trainer.state.store import Store
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.checkpoints.checkpoint import PARTS
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.stores.store import Store
 
 
 def make_another(writers: Fleet) -> None:

@@ -21,11 +21,11 @@ import elastic_trainer
 from elastic_trainer import Trainer
 from elastic_trainer.config import EXIT_UNSAVED, ConfigError
 from elastic_trainer.reduce.flat import LARGEST
-from elastic_trainer.state.names import named_parameters
+from elastic_trainer.state.values.names import named_parameters
 
 FOLDER = Path(elastic_trainer.__file__).parent
-SOURCES = sorted(FOLDER.rglob("*.py")) + [*(FOLDER / "state").glob("*.py"),
-                                          *(FOLDER / "discovery").glob("*.py")]
+SOURCES = sorted(FOLDER.rglob("*.py")) + [*(FOLDER / "state").rglob("*.py"),
+                                          *(FOLDER / "discovery").rglob("*.py")]
 PURE = {"isinstance", "len", "all", "any", "list", "range", "set", "type", "min", "max", "epoch"}
 """The functions and methods that change nothing, whatever they are given here."""
 

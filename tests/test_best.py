@@ -17,9 +17,9 @@ from test_trainer import Fault, Model, in_a_breaking_world, loop, tokens, traine
 
 from elastic_trainer import ConfigError, Evaluation, keep_best
 from elastic_trainer.__main__ import main
-from elastic_trainer.state.checkpoint import is_best
-from elastic_trainer.state.commit_log import CommitLog
-from elastic_trainer.state.store import FolderStore
+from elastic_trainer.state.checkpoints.checkpoint import is_best
+from elastic_trainer.state.checkpoints.commit_log import CommitLog
+from elastic_trainer.state.stores.store import FolderStore
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 RULE = keep_best("error", mode="min", patience=3, min_delta=0.01)

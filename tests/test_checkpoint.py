@@ -23,20 +23,20 @@ from test_state import bytes_of, trained
 from waiting import wait_for
 
 from elastic_trainer.events.schema import misfit
-from elastic_trainer.state.checkpoint import PARTS, Part, Plan, parts_of
-from elastic_trainer.state.checkpoints import Checkpoints
-from elastic_trainer.state.commit_log import CommitLog
-from elastic_trainer.state.forms import CannotKeep
-from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.checkpoints.checkpoint import PARTS, Part, Plan, parts_of
+from elastic_trainer.state.checkpoints.commit_log import CommitLog
+from elastic_trainer.state.checkpoints.run_checkpoints import Checkpoints
+from elastic_trainer.state.checkpoints.upload import LONGEST_REST_S, rest_s
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import (
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.stores.store import (
     FolderStore,
     StoreRefused,
     StoreUnavailable,
     prove_put_if_absent,
 )
-from elastic_trainer.state.stores import open_store
-from elastic_trainer.state.upload import LONGEST_REST_S, rest_s
+from elastic_trainer.state.values.forms import CannotKeep
+from elastic_trainer.state.values.layout import LayoutError
 
 SMALL = Plan(part_bytes=100)
 
@@ -218,8 +218,8 @@ def begun(*arguments: Any, **how: Any) -> Fleet:
 
 def hang_after(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let a share that does not move be given up after this time."""
-    for module in ("upload", "publish", "checkpoints"):
-        monkeypatch.setattr(f"elastic_trainer.state.{module}.UPLOAD_S", seconds)
+    for module in ("upload", "publish", "run_checkpoints"):
+        monkeypatch.setattr(f"elastic_trainer.state.checkpoints.{module}.UPLOAD_S", seconds)
 
 
 def ticked(worker: Checkpoints) -> tuple[bool, bool]:
@@ -269,7 +269,7 @@ def test_an_upload_begins_when_the_others_have_copied(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """It begins at the next vote; a while after the copy if there is no vote; at once if a worker
     waits for it."""
-    monkeypatch.setattr("elastic_trainer.state.upload.OTHERS_COPY_S",
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.upload.OTHERS_COPY_S",
                         0.2 if by == "time" else 600.0)
     fleet = begun(tmp_path)
     fleet.begin()
@@ -301,7 +301,7 @@ def test_an_upload_rests_until_a_worker_waits_for_it(tmp_path: Path,
                                                      by: str) -> None:
     """A rest ends at once when a worker waits for the share, or when the share is dropped. No
     uploader rests after its last part."""
-    monkeypatch.setattr("elastic_trainer.state.upload.UPLOADS", 1)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.upload.UPLOADS", 1)
     hang_after(monkeypatch, 60.0)
     fleet, rested = begun(tmp_path), list[float]()
     worker, state = fleet.first()
@@ -324,7 +324,7 @@ def test_no_uploader_rests_when_the_share_is_up(tmp_path: Path,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """One of several uploaders may rest while another one sends the last part. Its rest does not
     delay the next checkpoint."""
-    monkeypatch.setattr("elastic_trainer.state.upload.UPLOADS", 2)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.upload.UPLOADS", 2)
     fleet, rests = begun(tmp_path), list[float]()
     [worker] = fleet.workers
     worker.upload.rest_s = lambda *_: rests.append(0.0 if rests else 600.0) or rests[-1]
@@ -751,13 +751,13 @@ def test_a_publisher_that_hangs_is_given_up(tmp_path: Path,
     store.turns = {}  # the next record does not wait
     ticked(worker)
     assert worker.publisher.is_busy() and not fleet.failed()
-    monkeypatch.setattr("elastic_trainer.state.publish.STALLED_S", 0.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.publish.STALLED_S", 0.0)
     for _ in range(2):
         ticked(worker)
     (stalled,) = fleet.events.facts("state.upload_stalled")
     assert (stalled["step"], stalled["what"]) == (3, "its record")
     with monkeypatch.context() as patch:
-        patch.setattr("elastic_trainer.state.publish.UPLOAD_S", 0.0)
+        patch.setattr("elastic_trainer.state.checkpoints.publish.UPLOAD_S", 0.0)
         ticked(worker)
     assert not worker.publisher.is_busy() and not worker.known.reusable()
     (failed,) = fleet.failed()
@@ -799,7 +799,7 @@ def test_what_is_listed_and_cannot_be_opened_is_unknown_and_not_gone(
         tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No worker passes over the newest checkpoint for that."""
     begun(tmp_path).publish(2)
-    monkeypatch.setattr("elastic_trainer.state.restore.RESTORE_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.restore.RESTORE_S", -1.0)
     reader = Fleet(tmp_path, steps=0)
     with unreadable(part_of_step(tmp_path, 5) if what == "part"
                     else min((tmp_path / "log").iterdir())):
@@ -943,7 +943,7 @@ def test_training_goes_on_when_a_snapshot_cannot_be_taken(tmp_path: Path, where:
         if where == "packed":
             patch.setattr(fleet.states[1], "packed", fail)
         else:
-            patch.setattr("elastic_trainer.state.upload.threading.Thread", fail)
+            patch.setattr("elastic_trainer.state.checkpoints.upload.threading.Thread", fail)
         fleet.checkpoint()
     assert any("as planned" in e["error"] for e in fleet.failed())
     fleet.checkpoint()
@@ -962,7 +962,7 @@ def test_training_goes_on_when_no_thread_can_be_had_for_the_record(
         def fail(*_: Any, **__: Any) -> None:
             raise RuntimeError("can't start new thread, as planned")
 
-        patch.setattr("elastic_trainer.state.publish.threading.Thread", fail)
+        patch.setattr("elastic_trainer.state.checkpoints.publish.threading.Thread", fail)
         worker.collect([worker.parts_up()], publish=True)
     (failed,) = fleet.failed()
     assert "as planned" in failed["error"] and worker.known.failures == 1

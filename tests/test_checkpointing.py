@@ -15,8 +15,8 @@ from waiting import wait_for
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import PARTS, Part, Plan, Share
+from elastic_trainer.state.checkpoints.cadence import Cadence
+from elastic_trainer.state.checkpoints.checkpoint import PARTS, Part, Plan, Share
 from elastic_trainer.training.checkpointing import (
     LAST_TRIES,
     LIFE,

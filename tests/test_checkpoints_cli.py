@@ -17,10 +17,10 @@ from test_checkpoint import Fleet, begun
 from elastic_trainer.__main__ import main
 from elastic_trainer.commands import checkpoint_actions
 from elastic_trainer.commands.run_options import store_of_run
-from elastic_trainer.state import restore
-from elastic_trainer.state.checkpoint import PARTS, Plan
+from elastic_trainer.state.checkpoints import restore
+from elastic_trainer.state.checkpoints.checkpoint import PARTS, Plan
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import FolderStore
+from elastic_trainer.state.stores.store import FolderStore
 from elastic_trainer.training.trainer import train
 
 

@@ -19,7 +19,7 @@ from elastic_trainer.commands.run_options import list_hosts, parse_run, static_h
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import horovodrun
 from elastic_trainer.driver.hosts import Locations, parse_hosts
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable
+from elastic_trainer.state.stores.store import StoreRefused, StoreUnavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -324,8 +324,8 @@ def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.Monke
         def prove(store: object) -> None:
             raise error
 
-        monkeypatch.setattr("elastic_trainer.state.stores.open_store", lambda url: None)
-        monkeypatch.setattr("elastic_trainer.state.store.prove_put_if_absent", prove)
+        monkeypatch.setattr("elastic_trainer.state.stores.by_url.open_store", lambda url: None)
+        monkeypatch.setattr("elastic_trainer.state.stores.store.prove_put_if_absent", prove)
 
     answer(StoreUnavailable("s3://bucket/run did not take it: SlowDown"))
     prove_store("s3://bucket/run")

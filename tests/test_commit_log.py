@@ -37,17 +37,17 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.state import commit_log as commit_log_module
-from elastic_trainer.state import publish as publish_module
-from elastic_trainer.state import restore as restore_module
-from elastic_trainer.state import upload as upload_module
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Kept, Part, Plan, Share, parts_of
-from elastic_trainer.state.checkpoints import Checkpoints
-from elastic_trainer.state.commit_log import CommitLog, Damaged, Fenced, Record
-from elastic_trainer.state.layout import LayoutError, Packed, outline, pack
-from elastic_trainer.state.publish import Publisher
-from elastic_trainer.state.store import FolderStore, StoreUnavailable
+from elastic_trainer.state.checkpoints import commit_log as commit_log_module
+from elastic_trainer.state.checkpoints import publish as publish_module
+from elastic_trainer.state.checkpoints import restore as restore_module
+from elastic_trainer.state.checkpoints import upload as upload_module
+from elastic_trainer.state.checkpoints.cadence import Cadence
+from elastic_trainer.state.checkpoints.checkpoint import Kept, Part, Plan, Share, parts_of
+from elastic_trainer.state.checkpoints.commit_log import CommitLog, Damaged, Fenced, Record
+from elastic_trainer.state.checkpoints.publish import Publisher
+from elastic_trainer.state.checkpoints.run_checkpoints import Checkpoints
+from elastic_trainer.state.stores.store import FolderStore, StoreUnavailable
+from elastic_trainer.state.values.layout import LayoutError, Packed, outline, pack
 
 SEEDS = 800
 ACTORS = 4

@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 from elastic_trainer import Trainer, train
 from elastic_trainer.__main__ import main
-from elastic_trainer.state.layout import pack
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.values.layout import pack
 from elastic_trainer.training.determinism import (
     COMPILER_EXACT,
     advise_on_shapes,
@@ -29,7 +29,7 @@ from elastic_trainer.training.determinism import (
     expect_exact,
     set_compiler,
 )
-from elastic_trainer.training.job import Result
+from elastic_trainer.training.job.job import Result
 
 DATA = TensorDataset(torch.randn(24, 5, generator=torch.Generator().manual_seed(1)),
                      torch.randn(24, 3, generator=torch.Generator().manual_seed(2)))

@@ -23,12 +23,21 @@ from test_checkpoint import Fleet, begun
 from test_state import payload, trained
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.state import checkpoint, commit_log, layout, live_state
-from elastic_trainer.state.checkpoint import parts_of
-from elastic_trainer.state.commit_log import LAST, CommitLog, Damaged, Record
-from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline, pack, unpack
-from elastic_trainer.state.publish import delete_unreferenced
-from elastic_trainer.state.store import FolderStore, checked
+from elastic_trainer.state import live_state
+from elastic_trainer.state.checkpoints import checkpoint, commit_log
+from elastic_trainer.state.checkpoints.checkpoint import parts_of
+from elastic_trainer.state.checkpoints.commit_log import LAST, CommitLog, Damaged, Record
+from elastic_trainer.state.checkpoints.publish import delete_unreferenced
+from elastic_trainer.state.stores.store import FolderStore, checked
+from elastic_trainer.state.values import layout
+from elastic_trainer.state.values.layout import (
+    LayoutError,
+    decode,
+    named_tensors,
+    outline,
+    pack,
+    unpack,
+)
 
 MOST_BYTES = 8 << 20
 DIGEST = "0" * 64

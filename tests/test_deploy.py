@@ -1093,7 +1093,7 @@ def test_push_sends_what_git_tracks_and_lists_what_it_leaves_out(tmp_path: Path)
         assert read and read.read() == b"now\n"
     assert files.keys() >= {"horovodrun_elastic.sh", "deploy/install.sh", "deploy/hosts/worker.sh",
                             "elastic_trainer/training/loop.py", "discovery/places/ec2.py",
-                            "state/s3.py", "setup.cfg"}
+                            "state/stores/s3.py", "setup.cfg"}
     assert not any(
         name.startswith(("tests", "runs", ".git")) or "__pycache__" in name for name in files)
     assert {name for name in files if name.startswith("job")} == {

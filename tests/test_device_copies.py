@@ -19,13 +19,13 @@ from test_loop import Trainer, built, job, mse
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
 from elastic_trainer.reduce.ring import Sending
-from elastic_trainer.state.checkpoint import Plan, Share
-from elastic_trainer.state.checkpoints import Checkpoints
+from elastic_trainer.state.checkpoints.checkpoint import Plan, Share
+from elastic_trainer.state.checkpoints.run_checkpoints import Checkpoints
+from elastic_trainer.state.checkpoints.upload import SnapshotMemory
 from elastic_trainer.state.device_copies import Copying, new_memory
-from elastic_trainer.state.layout import Packed, byte_ranges, byte_view, pack
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.stores import open_store
-from elastic_trainer.state.upload import SnapshotMemory
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.values.layout import Packed, byte_ranges, byte_view, pack
 from elastic_trainer.world.place import Driver
 from elastic_trainer.world.transfer import TRANSFER_BYTES, Transfer
 
@@ -125,7 +125,7 @@ class Snapshot:
 
 @pytest.fixture
 def snapshot(device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Snapshot:
-    monkeypatch.setattr("elastic_trainer.state.upload.OTHERS_COPY_S", 600.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.upload.OTHERS_COPY_S", 600.0)
     return Snapshot(device, tmp_path)
 
 

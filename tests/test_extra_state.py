@@ -17,8 +17,8 @@ from test_same_bits import Scaled
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.layout import LayoutError, byte_ranges, decode
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.values.layout import LayoutError, byte_ranges, decode
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 

@@ -29,8 +29,8 @@ from waiting import until
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.now import MOST_BYTES, NOW_FILE, NowReader
 from elastic_trainer.events.segments import Reader, compress, seal, segments
-from elastic_trainer.state import s3
-from elastic_trainer.state.s3 import S3Store
+from elastic_trainer.state.stores import s3
+from elastic_trainer.state.stores.s3 import S3Store
 from elastic_trainer.views import far
 from elastic_trainer.views.live import Live, Overview
 from elastic_trainer.views.watch import Watch, plain_line, view

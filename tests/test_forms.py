@@ -23,8 +23,8 @@ import torch
 from test_loop import built, sgd, trained
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.forms import CannotKeep
-from elastic_trainer.state.layout import (
+from elastic_trainer.state.values.forms import CannotKeep
+from elastic_trainer.state.values.layout import (
     LayoutError,
     byte_ranges,
     byte_view,

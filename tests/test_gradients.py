@@ -25,7 +25,7 @@ from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
 from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.training.job import Result
+from elastic_trainer.training.job.job import Result
 from elastic_trainer.world.place import Driver
 
 Model = torch.nn.Module

@@ -22,10 +22,10 @@ from elastic_trainer.events.log import Events
 from elastic_trainer.horovod_style.commit import CommitState, Named, pad, reset_optimizer
 from elastic_trainer.horovod_style.votes import check_alike
 from elastic_trainer.horovod_style.watch import mistake_of
-from elastic_trainer.state.checkpoint import Plan
-from elastic_trainer.state.checkpoints import Checkpoints
-from elastic_trainer.state.layout import unpack
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.checkpoints.checkpoint import Plan
+from elastic_trainer.state.checkpoints.run_checkpoints import Checkpoints
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.values.layout import unpack
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.transfer import Transfer
 

@@ -28,8 +28,8 @@ from test_trainer import (
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.layout import LayoutError
-from elastic_trainer.state.store import StoreUnavailable
+from elastic_trainer.state.stores.store import StoreUnavailable
+from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.training.commit_step import weights_sha256
 from elastic_trainer.training.failures import UserExited
 from elastic_trainer.training.loop import Loop

@@ -25,10 +25,10 @@ from elastic_trainer.events.run import ends_run
 from elastic_trainer.options import resolved
 from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.state.configuration import VARIABLE
-from elastic_trainer.state.forms import CannotKeep
-from elastic_trainer.state.store import FolderStore, StoreUnavailable
+from elastic_trainer.state.stores.store import FolderStore, StoreUnavailable
+from elastic_trainer.state.values.forms import CannotKeep
 from elastic_trainer.training.checkpointing import LAST_TRIES
-from elastic_trainer.training.job import unusual_for_checkpoints
+from elastic_trainer.training.job.job import unusual_for_checkpoints
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.world.place import Driver, Unsaved
 

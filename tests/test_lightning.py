@@ -15,7 +15,7 @@ from test_trainer import Fault, in_a_breaking_world
 from torch.utils.data import DataLoader, TensorDataset
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.values.layout import byte_view
 
 pl: Any = pytest.importorskip("lightning.pytorch")
 from torchmetrics import MetricCollection  # noqa: E402

@@ -25,7 +25,7 @@ from botocore.credentials import Credentials
 from elastic_trainer.commands import local_s3
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.files import Files
-from elastic_trainer.state.s3 import S3Store
+from elastic_trainer.state.stores.s3 import S3Store
 
 STORE = f"s3://{local_s3.BUCKET}/run"
 BODY = b"weights"

@@ -35,13 +35,13 @@ from elastic_trainer.events.summary import summarize
 from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.schedule.learning_rate import cosine
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Plan
-from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.checkpoints.cadence import Cadence
+from elastic_trainer.state.checkpoints.checkpoint import Plan
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import StoreRefused
+from elastic_trainer.state.stores.store import StoreRefused
+from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.training.failures import LossNotFinite, PeerFailed, UserExited
-from elastic_trainer.training.job import Job, Result, describe, fewest_samples
+from elastic_trainer.training.job.job import Job, Result, describe, fewest_samples
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.training.trainer import Loss, drive, train
 from elastic_trainer.training.warm_up import rehearse
@@ -956,7 +956,8 @@ def test_an_upload_rests_no_more_when_a_worker_waits_for_another_world(
         run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The vote tells everybody, also those who have not heard of the change."""
     rested = threading.Event()
-    monkeypatch.setattr("elastic_trainer.state.upload.rest_s", lambda *_: rested.set() or 600.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.upload.rest_s",
+                        lambda *_: rested.set() or 600.0)
     driver, uploaders = Wanting(), list[threading.Thread]()
     driver.changes = False
 

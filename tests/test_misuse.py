@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from elastic_trainer.config import ConfigError
 from elastic_trainer.reduce.gradient_sums import ParametersWritten
 from elastic_trainer.schedule.schedule import Schedule, remedy_for
-from elastic_trainer.state import optimizer_values
+from elastic_trainer.state.values import optimizer_values
 from elastic_trainer.training import loop as loops
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

@@ -19,8 +19,8 @@ from elastic_trainer.driver import past
 from elastic_trainer.events import summary as report
 from elastic_trainer.events.log import Events
 from elastic_trainer.events.segments import compress
-from elastic_trainer.state.commit_log import CommitLog
-from elastic_trainer.state.store import FolderStore
+from elastic_trainer.state.checkpoints.commit_log import CommitLog
+from elastic_trainer.state.stores.store import FolderStore
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])

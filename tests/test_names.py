@@ -17,10 +17,10 @@ SCRIPT = """
 import discovery, state                                  # the user's own, beside this script
 from elastic_trainer import ConfigError
 from elastic_trainer.discovery.hosts import Health
-from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.values.layout import LayoutError
 import elastic_trainer
 assert (discovery.OWN, state.OWN) == (True, True), "ours hid the user's"
-assert LayoutError.__module__ == "elastic_trainer.state.layout"
+assert LayoutError.__module__ == "elastic_trainer.state.values.layout"
 assert Health.__module__ == "elastic_trainer.discovery.hosts"
 print(elastic_trainer.__file__)
 """
@@ -74,7 +74,7 @@ def test_the_wheel_installs_one_top_level_package(wheel: Path) -> None:
         names = archive.namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name
             } == {"elastic_trainer"}
-    assert {"elastic_trainer/state/checkpoint.py",
+    assert {"elastic_trainer/state/checkpoints/checkpoint.py",
             "elastic_trainer/discovery/agent.py"} <= set(names)
 
 
@@ -103,7 +103,7 @@ def test_mypy_sees_across_the_links(tmp_path: Path) -> None:
     tests/run, whose cache is used."""
     pytest.importorskip("mypy")
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("from elastic_trainer.state.layout import tensors_digest\n"
+    wrong.write_text("from elastic_trainer.state.values.layout import tensors_digest\n"
                      "from elastic_trainer.discovery.agent import AGENT_NAME_THAT_IS_NOT_THERE\n\n"
                      "number: int = tensors_digest(b'')\n")
     done = subprocess.run([sys.executable, "-m", "mypy", "--config-file",

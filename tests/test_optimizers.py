@@ -22,9 +22,9 @@ from test_state import bytes_of, received
 from torch.utils.weak import WeakIdKeyDictionary
 
 from elastic_trainer import ConfigError, Trainer
-from elastic_trainer.state.forms import CannotKeep
-from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.values.forms import CannotKeep
+from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.world.replicas import Replica, ReplicasDisagree
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

@@ -27,7 +27,7 @@ from elastic_trainer.schedule.order import (
     known_by,
 )
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.views.verify import verify
 
 pytestmark = pytest.mark.usefixtures("no_launcher")

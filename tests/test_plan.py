@@ -53,7 +53,7 @@ from elastic_trainer.rehearse.pools import (
 )
 from elastic_trainer.rehearse.trace import parse_trace, read_trace
 from elastic_trainer.renamed import present
-from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoints.cadence import Cadence
 from elastic_trainer.training.timing import Timing
 
 DATA = Path(__file__).parent / "data"

@@ -23,8 +23,8 @@ from test_trainer import Model, loop, trainer_of
 from elastic_trainer import ConfigError
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.reduce.tree import node_sum
-from elastic_trainer.state.layout import byte_view
-from elastic_trainer.training.precision import precision_of
+from elastic_trainer.state.values.layout import byte_view
+from elastic_trainer.training.job.precision import precision_of
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -22,12 +22,12 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.events.log import Events
 from elastic_trainer.options import OF_TRAINER
 from elastic_trainer.reduce.ring import Sending
-from elastic_trainer.state.names import named_parameters
-from elastic_trainer.state.object_filling import seeded
-from elastic_trainer.state.object_nodes import Walk
-from elastic_trainer.training.job import checked
-from elastic_trainer.training.proving import Proving
-from elastic_trainer.training.settings import in_force, require_known
+from elastic_trainer.state.values.filling import seeded
+from elastic_trainer.state.values.names import named_parameters
+from elastic_trainer.state.values.nodes import Walk
+from elastic_trainer.training.checks.proving import Proving
+from elastic_trainer.training.job.job import checked
+from elastic_trainer.training.job.settings import in_force, require_known
 from elastic_trainer.training.work import Work
 from elastic_trainer.wire.proof import Proof, differences
 

@@ -19,7 +19,7 @@ from simulated import Member, in_worlds
 from elastic_trainer import Loader, Mixture, Trainer
 from elastic_trainer.commands.run import hash_seed
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError
-from elastic_trainer.state.layout import LayoutError
+from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.views.verify import verify
 from elastic_trainer.wire.proof import Leaf, Proof
 from elastic_trainer.world.mixture import require_same_program

@@ -39,9 +39,9 @@ from elastic_trainer.schedule.learning_rate import (
     linear_scaling,
     step_decay,
 )
-from elastic_trainer.state.layout import LayoutError
 from elastic_trainer.state.rates import RateChanged
-from elastic_trainer.training.optimizers import decay_groups
+from elastic_trainer.state.values.layout import LayoutError
+from elastic_trainer.training.job.optimizers import decay_groups
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 Optimizer = torch.optim.Optimizer

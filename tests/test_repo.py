@@ -59,8 +59,8 @@ def test_imports_point_down() -> None:
 @needs_linter
 @pytest.mark.parametrize(("module", "imports"),
                          [("wire/plain.py", "elastic_trainer.driver.driver"),
-                          ("state/store.py", "elastic_trainer.discovery.hosts"),
-                          ("discovery/hosts.py", "elastic_trainer.state.store"),
+                          ("state/stores/store.py", "elastic_trainer.discovery.hosts"),
+                          ("discovery/hosts.py", "elastic_trainer.state.stores.store"),
                           ("world/pauses.py", "elastic_trainer.driver.standby_shim"),
                           ("training/loop.py", "elastic_trainer.views.page")])
 def test_an_import_that_points_up_is_found(tmp_path: Path, module: str, imports: str) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic_trainer.state.layout import Packed, byte_ranges, pack
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.values.layout import Packed, byte_ranges, pack
 from elastic_trainer.world import revive
 from elastic_trainer.world.revive import read_live_state, write_live_state
 

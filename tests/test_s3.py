@@ -28,12 +28,12 @@ from store_laws import make_another, steps_in
 from test_checkpoint import Fleet, begun
 from test_state import assert_one_wins
 
-from elastic_trainer.state import s3
-from elastic_trainer.state.checkpoint import PARTS, Plan
-from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
-from elastic_trainer.state.s3 import S3Store
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable, prove_put_if_absent
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.checkpoints.checkpoint import PARTS, Plan
+from elastic_trainer.state.checkpoints.commit_log import CommitLog, Fenced, Record
+from elastic_trainer.state.stores import s3
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.stores.s3 import S3Store
+from elastic_trainer.state.stores.store import StoreRefused, StoreUnavailable, prove_put_if_absent
 
 SERVERS = {"ceph": s3_servers.ceph, "ministack": s3_servers.ministack}
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_is_kept_when_what_is_listed_stays_away(
     checkpoint is passed over."""
     begun(url, 2).publish(2)
     monkeypatch.setattr(s3, "ATTEMPTS", 2)
-    monkeypatch.setattr("elastic_trainer.state.restore.RESTORE_S", -1.0)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.restore.RESTORE_S", -1.0)
     proxy.fault("bare_404", method="GET", contains=where, times=10**6)
     (got,) = Fleet(url, steps=0).restore()
     assert isinstance(got, StoreUnavailable) and not isinstance(got, StoreRefused)
@@ -255,7 +255,8 @@ def test_checkpoints_do_not_look_at_clocks(url: str, monkeypatch: pytest.MonkeyP
     """A successor whose clock is a day behind takes over, publishes and is restored from."""
     begun(url, 2).checkpoint()
     clock = time.time
-    monkeypatch.setattr("elastic_trainer.state.publish.time.time", lambda: clock() - 86400)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.publish.time.time",
+                        lambda: clock() - 86400)
     second = Fleet(url, steps=0)
     assert second.restore() == [3]
     second.publish()
@@ -268,7 +269,7 @@ def test_the_lineage_holds_in_a_storm_of_zombies(proxy: FaultyProxy, url: str,
     is acknowledged to one of them only, and what stands of the log is one lineage.
     """
     # So zombies find their numbers free again.
-    monkeypatch.setattr("elastic_trainer.state.commit_log.RECENT", 1)
+    monkeypatch.setattr("elastic_trainer.state.checkpoints.commit_log.RECENT", 1)
     chance, lock = random.Random(7), threading.Lock()
     acknowledged: dict[int, Record] = {}
     fenced, gaps, errors = 0, set[int](), list[BaseException]()

@@ -29,8 +29,8 @@ from elastic_trainer import gather
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.schedule.learning_rate import cosine
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.layout import byte_view
-from elastic_trainer.state.module_attributes import plain_attributes
+from elastic_trainer.state.values.layout import byte_view
+from elastic_trainer.state.values.module_attributes import plain_attributes
 
 Model = torch.nn.Module
 Optimizer = torch.optim.Optimizer

@@ -11,7 +11,7 @@ import torch
 from test_loop import INPUT, SCHEDULE, TARGET, adamw, built, mse, sgd, trained
 from test_trainer import Fault, Pair, in_a_breaking_world, optimizers, trainer_of
 
-from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.values.layout import byte_view
 
 Model = torch.nn.Module
 Scale = Callable[[torch.Tensor], torch.Tensor]

@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, SequentialL
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.schedule.learning_rate import cosine
-from elastic_trainer.state.layout import LayoutError
-from elastic_trainer.training.settings import remarks_on_effect, remarks_on_launcher
+from elastic_trainer.state.values.layout import LayoutError
+from elastic_trainer.training.job.settings import remarks_on_effect, remarks_on_launcher
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 Optimizer = torch.optim.Optimizer

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_trainer.state.layout import (
+from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.stores.store import FolderStore, Store, StoreRefused, StoreUnavailable
+from elastic_trainer.state.values.layout import (
     LayoutError,
     Packed,
     byte_ranges,
@@ -21,8 +23,6 @@ from elastic_trainer.state.layout import (
     pack,
     unpack,
 )
-from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import FolderStore, Store, StoreRefused, StoreUnavailable
 
 
 def trained(steps: int = 3, width: int = 8, optimizer: str = "AdamW") -> LiveState:
@@ -168,7 +168,7 @@ def test_a_folder_is_refused_when_no_time_mends_it(tmp_path: Path, monkeypatch: 
     def fail(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("elastic_trainer.state.store.os.link", fail)
+    monkeypatch.setattr("elastic_trainer.state.stores.store.os.link", fail)
     with pytest.raises(StoreUnavailable, match=remedy) as raised:
         FolderStore(tmp_path).put_if_absent("log/1.json", b"x")
     assert isinstance(raised.value, StoreRefused) == bool(remedy)

@@ -38,9 +38,9 @@ from waiting import until
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.events.segments import Reader
-from elastic_trainer.state.commit_log import CommitLog, Fenced
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable, prove_put_if_absent
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.checkpoints.commit_log import CommitLog, Fenced
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.stores.store import StoreRefused, StoreUnavailable, prove_put_if_absent
 from elastic_trainer.views import far
 
 WRITES = {"gs": ("POST", "/upload/"), "az": ("PUT", "/parts/")}

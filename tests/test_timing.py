@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.state.cadence import Cadence, best_interval_s, loss_every_s, retained
+from elastic_trainer.state.checkpoints.cadence import (
+    Cadence,
+    best_interval_s,
+    loss_every_s,
+    retained,
+)
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.training.checkpointing import Checkpointing
 from elastic_trainer.training.timing import OVERDUE_INTERVALS, Pace, Timing

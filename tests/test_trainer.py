@@ -38,7 +38,7 @@ from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.reduce.flat import Tally, read
 from elastic_trainer.schedule.intervals import length_of
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.values.layout import byte_view
 from elastic_trainer.training.loop import Loop
 from elastic_trainer.views.verify import verify
 from elastic_trainer.world.collectives import PeersLost

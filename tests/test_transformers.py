@@ -17,7 +17,7 @@ from test_trainer import Fault, in_a_breaking_world
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.values.layout import byte_view
 
 transformers: Any = pytest.importorskip("transformers")
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments  # noqa: E402

@@ -51,7 +51,7 @@ from elastic_trainer.adapters.lightning_trainer import StandIn
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.alone import alone_on_host
 from elastic_trainer.options import Common, resolved, shows_options
-from elastic_trainer.training.job import Result
+from elastic_trainer.training.job.job import Result
 from elastic_trainer.training.worker import local_rank
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.state.forms import as_built
+from elastic_trainer.state.values.forms import as_built
 
 CHANGED = (
     "{where} has changed self.{name}. A worker computes some of the batches, so workers would hold "

@@ -35,7 +35,7 @@ from elastic_trainer.adapters.lightning_metrics import ModuleMetrics
 from elastic_trainer.adapters.lightning_trainer import StandIn
 from elastic_trainer.evaluate.evaluation import Examination
 from elastic_trainer.evaluate.sums import Found, means_of
-from elastic_trainer.training.job import Job
+from elastic_trainer.training.job.job import Job
 from elastic_trainer.training.step import Step, end_run, log_after, note_rates, sums_of
 from elastic_trainer.training.trainer import Trainer
 

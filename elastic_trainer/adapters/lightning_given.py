@@ -34,7 +34,7 @@ from torch.utils.data import (
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.loader import Loader
 from elastic_trainer.schedule.order import Order, Weighted
-from elastic_trainer.state.supported import refused_dataset
+from elastic_trainer.state.values.supported import refused_dataset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ from elastic_trainer.adapters.transformers_evaluation import measured, predicted
 from elastic_trainer.adapters.transformers_flow import Flow, refuse_callbacks
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.loggers.row import Logger
-from elastic_trainer.state.supported import refused_dataset
+from elastic_trainer.state.values.supported import refused_dataset
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.worker import local_rank
 

@@ -27,7 +27,7 @@ import torch
 
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.evaluate.sums import Kept
-from elastic_trainer.training.precision import PRECISIONS
+from elastic_trainer.training.job.precision import PRECISIONS
 
 
 def measured(hf: Any, dataset: Any, ignore_keys: list[str] | None, prefix: str) -> dict[str, float]:

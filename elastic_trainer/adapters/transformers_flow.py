@@ -26,7 +26,7 @@ import torch
 
 from elastic_trainer.adapters.transformers_arguments import Numbers
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.names import named_buffers, named_parameters
+from elastic_trainer.state.values.names import named_buffers, named_parameters
 from elastic_trainer.training.step import Step, applied
 
 KEPT = ("epoch", "global_step", "log_history", "best_metric", "best_global_step")

@@ -18,19 +18,25 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.checkpoint import empty_payload, header_of, is_best, kept_of, parts_of
-from elastic_trainer.state.commit_log import CommitLog, Damaged, Record
-from elastic_trainer.state.layout import LayoutError, decode, named_tensors, outline
+from elastic_trainer.state.checkpoints.checkpoint import (
+    empty_payload,
+    header_of,
+    is_best,
+    kept_of,
+    parts_of,
+)
+from elastic_trainer.state.checkpoints.commit_log import CommitLog, Damaged, Record
+from elastic_trainer.state.checkpoints.publish import delete_unreferenced
+from elastic_trainer.state.checkpoints.restore import read_part
 from elastic_trainer.state.live_state import check_kinds
-from elastic_trainer.state.names import with_plain_names
-from elastic_trainer.state.publish import delete_unreferenced
-from elastic_trainer.state.restore import read_part
-from elastic_trainer.state.store import Store, StoreUnavailable
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.stores.store import Store, StoreUnavailable
+from elastic_trainer.state.values.layout import LayoutError, decode, named_tensors, outline
+from elastic_trainer.state.values.names import with_plain_names
 from elastic_trainer.wire.plain import plain
 
 AVERAGES = ("ema", "swa")
-"""The names of the averages among the extras of a checkpoint (training/averages.py)."""
+"""The names of the averages among the extras of a checkpoint (training/job/averages.py)."""
 
 
 def run(options: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ command line → here → run_options (the section `run`), the workers' environm
 What always holds:
 1. An option on the command line overrides the section `run` of the file.
 2. A change that a resumed run may not have is refused here already, where its checkpoint can be
-   read. The workers compare again (training/settings.py).
+   read. The workers compare again (training/job/settings.py).
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def newest_facts(url: str) -> Mapping[str, Any]:
     """Return what the record of the newest checkpoint says; {}: there is none that can be read."""
     if "://" not in url and not Path(url).is_dir():
         return {}
-    from elastic_trainer.state.commit_log import CommitLog, Damaged
-    from elastic_trainer.state.store import StoreUnavailable
-    from elastic_trainer.state.stores import open_store
+    from elastic_trainer.state.checkpoints.commit_log import CommitLog, Damaged
+    from elastic_trainer.state.stores.by_url import open_store
+    from elastic_trainer.state.stores.store import StoreUnavailable
 
     try:
         log = CommitLog(open_store(url))

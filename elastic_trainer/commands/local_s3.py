@@ -9,7 +9,7 @@ What always holds:
    are in the environment of the run's processes, which other users cannot read: not on a command
    line, not in a file.
 2. It listens on 127.0.0.1 alone, and gets nothing of the user's environment. Its files are the
-   user's alone. It is asked without a proxy, which HTTP_PROXY may name (state/s3.py).
+   user's alone. It is asked without a proxy, which HTTP_PROXY may name (state/stores/s3.py).
 3. It and all that it needs are installed as wheels, by the hashes of ministack.txt. An environment
    that another user could have written is not used (host/trust.py).
 """

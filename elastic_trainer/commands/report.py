@@ -23,7 +23,7 @@ from elastic_trainer.commands.run_folders import (
 from elastic_trainer.config import ConfigError
 from elastic_trainer.host.modes import write_text
 from elastic_trainer.host.options import Parser
-from elastic_trainer.state.stores import BUCKETS
+from elastic_trainer.state.stores.by_url import BUCKETS
 from elastic_trainer.wire.plain import plain
 
 if TYPE_CHECKING:

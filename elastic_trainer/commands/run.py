@@ -136,8 +136,12 @@ def prove_store(store: str) -> None:
     """
     if "://" not in store:
         return  # the first worker proves a folder, in a millisecond
-    from elastic_trainer.state.store import StoreRefused, StoreUnavailable, prove_put_if_absent
-    from elastic_trainer.state.stores import open_store
+    from elastic_trainer.state.stores.by_url import open_store
+    from elastic_trainer.state.stores.store import (
+        StoreRefused,
+        StoreUnavailable,
+        prove_put_if_absent,
+    )
 
     try:
         prove_put_if_absent(open_store(store))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.stores import BUCKETS
+from elastic_trainer.state.stores.by_url import BUCKETS
 
 if TYPE_CHECKING:
     from elastic_trainer.views.far import FarRun

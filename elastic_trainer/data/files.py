@@ -319,7 +319,7 @@ def _open(protocol: str, storage_options: dict[str, Any]) -> Any:
     if protocol in ("s3", "s3a"):
         import botocore.utils
 
-        # As in state/s3.py: botocore draws from Python's `random` when it reads a role's
+        # As in state/stores/s3.py: botocore draws from Python's `random` when it reads a role's
         # credentials.
         botocore.utils.random = random.Random()
         config = {**TIMEOUTS, "retries": {"max_attempts": 0}, "tcp_keepalive": True,

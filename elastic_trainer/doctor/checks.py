@@ -28,7 +28,7 @@ SMALL_SHARED_MEMORY_MIB = 64
 """Docker's default. Loader processes hand batches over in /dev/shm."""
 LEAST_OPEN_FILES = 1024
 NOT_HONOURED = "does not honour"
-"""In the text of a store without put-if-absent (state/store.py)."""
+"""In the text of a store without put-if-absent (state/stores/store.py)."""
 CLOCK_WARNING_S, CLOCK_FAILED_S = 1.0, 300.0
 """The event log orders events of hosts by their clocks. S3 refuses a request that is 15 minutes
 off."""

@@ -219,8 +219,8 @@ def probe_store(url: str) -> StoreFacts:
 
     Network: about eight requests.
     """
-    from elastic_trainer.state.store import StoreUnavailable, prove_put_if_absent
-    from elastic_trainer.state.stores import open_store
+    from elastic_trainer.state.stores.by_url import open_store
+    from elastic_trainer.state.stores.store import StoreUnavailable, prove_put_if_absent
 
     try:
         store = open_store(url)

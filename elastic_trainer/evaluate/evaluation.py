@@ -42,11 +42,11 @@ from elastic_trainer.evaluate.sums import (
 )
 from elastic_trainer.events.log import Events
 from elastic_trainer.schedule.intervals import interval_of
-from elastic_trainer.state.module_attributes import attributes_put_back
-from elastic_trainer.state.supported import refused_dataset
 from elastic_trainer.state.together import copy_together
+from elastic_trainer.state.values.module_attributes import attributes_put_back
+from elastic_trainer.state.values.supported import refused_dataset
 from elastic_trainer.training.failures import PeerFailed
-from elastic_trainer.training.job import Job
+from elastic_trainer.training.job.job import Job
 from elastic_trainer.training.stages import Evaluated, Portion, Stage
 from elastic_trainer.world.collectives import PeersLost, TooLate, World
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.layout import from_text, to_text
+from elastic_trainer.state.values.layout import from_text, to_text
 
 Number = int | Fraction | None
 """None: not finite."""

@@ -25,9 +25,9 @@ from elastic_trainer.state.device_copies import (
     copy_range,
     devices_of,
 )
-from elastic_trainer.state.forms import CannotKeep
-from elastic_trainer.state.layout import Packed, decode
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.values.forms import CannotKeep
+from elastic_trainer.state.values.layout import Packed, decode
 
 
 class LastCommit:

@@ -39,8 +39,8 @@ from elastic_trainer.events.log import Events
 from elastic_trainer.horovod_style.commit import CommitState, Named
 from elastic_trainer.horovod_style.votes import Script, Votes
 from elastic_trainer.horovod_style.watch import Watch, mistake_of
-from elastic_trainer.state.checkpoint import Plan
-from elastic_trainer.state.checkpoints import Checkpoints
+from elastic_trainer.state.checkpoints.checkpoint import Plan
+from elastic_trainer.state.checkpoints.run_checkpoints import Checkpoints
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
 from elastic_trainer.training.listeners import opened
 from elastic_trainer.world import standby as standby

@@ -33,8 +33,8 @@ from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.horovod_style.commit import Named
 from elastic_trainer.horovod_style.member import Member
 from elastic_trainer.horovod_style.names import route
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Plan
+from elastic_trainer.state.checkpoints.cadence import Cadence
+from elastic_trainer.state.checkpoints.checkpoint import Plan
 from elastic_trainer.training import debugger
 from elastic_trainer.training.failures import end_as_user_error
 from elastic_trainer.world.standby import is_standby

@@ -44,10 +44,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.forward import ModelBuffers
-from elastic_trainer.state.layout import byte_view
-from elastic_trainer.state.names import plain
-from elastic_trainer.state.supported import some
 from elastic_trainer.state.together import Group, groups_of
+from elastic_trainer.state.values.layout import byte_view
+from elastic_trainer.state.values.names import plain
+from elastic_trainer.state.values.supported import some
 from elastic_trainer.world.collectives import World
 
 RULES = ("mean", "sum", "last")

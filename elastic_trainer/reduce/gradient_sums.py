@@ -37,7 +37,7 @@ from operator import attrgetter, is_, is_not, sub
 
 import torch
 
-from elastic_trainer.state.supported import parameters_stay
+from elastic_trainer.state.values.supported import parameters_stay
 
 
 class GradientsWritten(Exception):

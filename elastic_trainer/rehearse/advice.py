@@ -23,7 +23,7 @@ from elastic_trainer.events.sentences import count
 from elastic_trainer.rehearse.costs import Costs
 from elastic_trainer.rehearse.model import Outcome, Policy, World, outcome_of, world_of
 from elastic_trainer.rehearse.pools import Lives, Pool, lives_of, merged, repeated
-from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoints.cadence import Cadence
 
 ALIKE = 0.001
 INTERVALS = ("auto", "10s", "30s", "60s", "300s", "900s", "3600s")

@@ -28,7 +28,7 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.events.run import Run
 from elastic_trainer.events.segments import Reader, has_events
 from elastic_trainer.events.sentences import ENDINGS
-from elastic_trainer.state.cadence import UploadCost
+from elastic_trainer.state.checkpoints.cadence import UploadCost
 
 MOST_S, MOST_SAMPLES = 1e7, 1e12
 """The largest values of --cost."""

@@ -19,7 +19,7 @@ What it does not do: let an upload fail, or slow steps down while workers boot o
 sent. Goodput is a share of the time, so it does not depend on that.
 
 Source: the policies are those of driver/rounds.py (who enters, and when) and
-state/cadence.py. Two recorded replays check it (tests/test_plan.py).
+state/checkpoints/cadence.py. Two recorded replays check it (tests/test_plan.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from elastic_trainer.config import Limits
 from elastic_trainer.rehearse.costs import Costs, Seconds
 from elastic_trainer.rehearse.entering import Draws, Entering
 from elastic_trainer.rehearse.pools import HOUR_S, Flags, Floats, Lives
-from elastic_trainer.state.cadence import SHORTEST_S, Cadence
+from elastic_trainer.state.checkpoints.cadence import SHORTEST_S, Cadence
 
 Wholes = npt.NDArray[np.int64]
 RETRY_S = 2.0

@@ -26,7 +26,7 @@ from elastic_trainer.rehearse.model import Policy
 from elastic_trainer.rehearse.outcome import work_for
 from elastic_trainer.rehearse.pools import HOUR_S, of_rows, parse_pool, parse_storm
 from elastic_trainer.rehearse.trace import NOTICE_S, read_trace
-from elastic_trainer.state.cadence import Cadence
+from elastic_trainer.state.checkpoints.cadence import Cadence
 from elastic_trainer.wire.plain import plain
 
 SEEDS = 20

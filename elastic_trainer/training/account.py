@@ -17,12 +17,12 @@ from elastic_trainer.events import summary as report
 from elastic_trainer.events.versions import versions
 from elastic_trainer.host.modes import write_text
 from elastic_trainer.schedule.order import facts_of
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.commit_log import CommitLog, Damaged
-from elastic_trainer.state.store import StoreUnavailable
-from elastic_trainer.state.stores import open_store
-from elastic_trainer.training.proving import remarks_on_random
-from elastic_trainer.training.settings import (
+from elastic_trainer.state.checkpoints.cadence import Cadence
+from elastic_trainer.state.checkpoints.commit_log import CommitLog, Damaged
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.stores.store import StoreUnavailable
+from elastic_trainer.training.checks.proving import remarks_on_random
+from elastic_trainer.training.job.settings import (
     PROOF,
     Remark,
     allowed_settings,

@@ -24,7 +24,7 @@ from dataclasses import replace
 from elastic_trainer.evaluate.best import Best
 from elastic_trainer.evaluate.evaluation import Evaluations
 from elastic_trainer.reduce.gradient_sums import AppliedGradient
-from elastic_trainer.state.layout import unpack
+from elastic_trainer.state.values.layout import unpack
 from elastic_trainer.training.stages import Begun, Finished, PhaseFinished, Stage
 from elastic_trainer.training.work import Work
 

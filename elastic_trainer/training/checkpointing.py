@@ -28,13 +28,13 @@ from typing import Any
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.evaluate.best import Best
 from elastic_trainer.events.log import Events
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Peers, Plan, Share
-from elastic_trainer.state.checkpoints import Checkpoints
-from elastic_trainer.state.commit_log import Fenced
+from elastic_trainer.state.checkpoints.cadence import Cadence
+from elastic_trainer.state.checkpoints.checkpoint import Peers, Plan, Share
+from elastic_trainer.state.checkpoints.commit_log import Fenced
+from elastic_trainer.state.checkpoints.run_checkpoints import Checkpoints
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import StoreRefused, StoreUnavailable
-from elastic_trainer.state.stores import open_store
+from elastic_trainer.state.stores.by_url import open_store
+from elastic_trainer.state.stores.store import StoreRefused, StoreUnavailable
 from elastic_trainer.training.timing import Timing, Told, no_checkpoint, tell_last, unsaved
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.place import Driver

@@ -19,12 +19,12 @@ import torch
 from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.reduce.buffers import MOST_CHANGE, results
 from elastic_trainer.reduce.flat import COUNT, means
-from elastic_trainer.state.layout import byte_view
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.names import named_parameters
 from elastic_trainer.state.together import copy_together
+from elastic_trainer.state.values.layout import byte_view
+from elastic_trainer.state.values.names import named_parameters
 from elastic_trainer.training.failures import Losses, LossNotFinite, not_finite, verdict
-from elastic_trainer.training.optimizers import members_of, parameters_of
+from elastic_trainer.training.job.optimizers import members_of, parameters_of
 from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import World
 

@@ -29,10 +29,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from elastic_trainer.config import ConfigError, Launch
-from elastic_trainer.state.layout import from_text, to_text
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.plain_values import is_same, is_size
-from elastic_trainer.state.supported import some
+from elastic_trainer.state.values.layout import from_text, to_text
+from elastic_trainer.state.values.plain_values import is_same, is_size
+from elastic_trainer.state.values.supported import some
 from elastic_trainer.training.checkpointing import Checkpointing
 from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import World

@@ -26,7 +26,7 @@ from elastic_trainer.events import summary as report
 from elastic_trainer.events.log import Events
 from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.schedule.schedule import owner_of
-from elastic_trainer.state.checkpoint import Plan
+from elastic_trainer.state.checkpoints.checkpoint import Plan
 from elastic_trainer.training.account import Account, is_finished
 from elastic_trainer.training.after_step import AfterStep, StopRequest
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
@@ -37,7 +37,7 @@ from elastic_trainer.training.failures import (
     is_out_of_memory,
     raise_if_failed,
 )
-from elastic_trainer.training.job import Job, Result, describe
+from elastic_trainer.training.job.job import Job, Result, describe
 from elastic_trainer.training.microbatches import Microbatches
 from elastic_trainer.training.stages import Begun, Stage
 from elastic_trainer.training.timing import Pace

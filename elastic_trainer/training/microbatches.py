@@ -35,7 +35,7 @@ from elastic_trainer.reduce.buffers import BufferValues
 from elastic_trainer.reduce.flat import SetsDiffer
 from elastic_trainer.reduce.gradient_sums import CLIP, GradientsWritten
 from elastic_trainer.reduce.reducer import TracedWorld
-from elastic_trainer.state.supported import BUFFERS_STAY, some
+from elastic_trainer.state.values.supported import BUFFERS_STAY, some
 from elastic_trainer.training.differing import NOT_RUN, LeftInModules
 from elastic_trainer.training.failures import PeerFailed, require_scalar
 from elastic_trainer.training.stages import OF_THE_LOOP, Microbatch

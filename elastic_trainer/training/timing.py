@@ -17,8 +17,8 @@ from statistics import median
 
 from elastic_trainer.config import ConfigError, Launch
 from elastic_trainer.events.log import Events
-from elastic_trainer.state.cadence import Cadence, UploadCost
-from elastic_trainer.state.publish import Known
+from elastic_trainer.state.checkpoints.cadence import Cadence, UploadCost
+from elastic_trainer.state.checkpoints.publish import Known
 from elastic_trainer.world.place import Unsaved
 
 OVERDUE_S = 60.0

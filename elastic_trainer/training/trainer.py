@@ -46,11 +46,11 @@ from elastic_trainer.evaluate.evaluation import (
 )
 from elastic_trainer.options import OF_TRAIN, OF_TRAINER, Options, shows_options
 from elastic_trainer.schedule.intervals import ends_interval
-from elastic_trainer.training.job import Result, checked
+from elastic_trainer.training.job.job import Result, checked
+from elastic_trainer.training.job.optimizers import hooked
+from elastic_trainer.training.job.precision import Precision
+from elastic_trainer.training.job.settings import in_force
 from elastic_trainer.training.loop_exit import LoopExit
-from elastic_trainer.training.optimizers import hooked
-from elastic_trainer.training.precision import Precision
-from elastic_trainer.training.settings import in_force
 from elastic_trainer.training.stages import Finished, Microbatch, Stage
 from elastic_trainer.training.step import Step
 from elastic_trainer.training.worker import Worker, remark_on_carried

@@ -38,20 +38,20 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.data.seeds import random_numbers_put_back
 from elastic_trainer.reduce.gradient_sums import GradientsWritten
 from elastic_trainer.schedule.schedule import Schedule, fact_of, remedy_for
-from elastic_trainer.state.layout import byte_view
-from elastic_trainer.state.names import named_buffers
-from elastic_trainer.state.supported import (
+from elastic_trainer.state.values.layout import byte_view
+from elastic_trainer.state.values.names import named_buffers
+from elastic_trainer.state.values.supported import (
     BUFFERS_STAY,
     moved_buffers,
     parameters_stay,
     refused_tensors,
     some,
 )
+from elastic_trainer.training.checks.proving import Proving
 from elastic_trainer.training.determinism import compiled_programs, probe_facts, probe_program
 from elastic_trainer.training.differing import require_same, sizes_of_batches
 from elastic_trainer.training.failures import require_scalar
-from elastic_trainer.training.job import Job, has_batch_norm
-from elastic_trainer.training.proving import Proving
+from elastic_trainer.training.job.job import Job, has_batch_norm
 from elastic_trainer.training.stages import Microbatch
 from elastic_trainer.training.work import Work
 from elastic_trainer.world.arithmetic import Arithmetic

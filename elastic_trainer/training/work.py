@@ -20,17 +20,17 @@ from elastic_trainer.reduce.exact import ExactReducer
 from elastic_trainer.reduce.flat import Flat
 from elastic_trainer.reduce.reducer import Reducer
 from elastic_trainer.reduce.ring import RingReducer, Sending
-from elastic_trainer.state.forms import CannotKeep
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.names import named_parameters, plain
-from elastic_trainer.state.program import Program
-from elastic_trainer.training.beside import Beside
+from elastic_trainer.state.values.forms import CannotKeep
+from elastic_trainer.state.values.names import named_parameters, plain
+from elastic_trainer.training.checks.beside import Beside
+from elastic_trainer.training.checks.probe import Probe
+from elastic_trainer.training.checks.program import Program
 from elastic_trainer.training.failures import Fit
-from elastic_trainer.training.job import Job, cut_of
-from elastic_trainer.training.optimizers import members_of
-from elastic_trainer.training.precision import Scaling
-from elastic_trainer.training.probe import Probe
-from elastic_trainer.training.settings import CONFIGURATION, settings_of
+from elastic_trainer.training.job.job import Job, cut_of
+from elastic_trainer.training.job.optimizers import members_of
+from elastic_trainer.training.job.precision import Scaling
+from elastic_trainer.training.job.settings import CONFIGURATION, settings_of
 from elastic_trainer.world import revive
 from elastic_trainer.world.replicas import Replica
 

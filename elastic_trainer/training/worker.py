@@ -30,10 +30,10 @@ from elastic_trainer.host.output import outlive_readers
 from elastic_trainer.loggers.rows import Rows
 from elastic_trainer.options import Options
 from elastic_trainer.reduce.ring import Sending
-from elastic_trainer.training import averages, debugger
+from elastic_trainer.training import debugger
 from elastic_trainer.training.account import is_finished, is_in_store
 from elastic_trainer.training.after_step import StopRequest
-from elastic_trainer.training.carried import CarriedValues
+from elastic_trainer.training.checks.carried import CarriedValues
 from elastic_trainer.training.determinism import (
     advise_on_shapes,
     choose_settings,
@@ -49,10 +49,11 @@ from elastic_trainer.training.failures import (
     leave_unsaved,
     text_of,
 )
-from elastic_trainer.training.job import Job, Result, plan_of, sent, settled
+from elastic_trainer.training.job import averages
+from elastic_trainer.training.job.job import Job, Result, plan_of, sent, settled
+from elastic_trainer.training.job.settings import in_use
 from elastic_trainer.training.listeners import open_timeline, opened, shown
 from elastic_trainer.training.loop import Loop, restart_for_memory
-from elastic_trainer.training.settings import in_use
 from elastic_trainer.training.stages import Begun, Microbatch, Portion, Stage
 from elastic_trainer.training.warm_up import rehearse, warm_nccl
 from elastic_trainer.world import standby as standby

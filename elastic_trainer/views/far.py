@@ -43,8 +43,8 @@ from elastic_trainer.events.segments import DAMAGE, EVENTS_FILE, LONGEST_LINE_BY
 from elastic_trainer.events.sigterm import ended_by_sigterm
 from elastic_trainer.events.summary import RESULT_FILE
 from elastic_trainer.host.modes import replace_whole
-from elastic_trainer.state.store import Bucket, Entry, StoreRefused, StoreUnavailable
-from elastic_trainer.state.stores import open_bucket
+from elastic_trainer.state.stores.by_url import open_bucket
+from elastic_trainer.state.stores.store import Bucket, Entry, StoreRefused, StoreUnavailable
 from elastic_trainer.wire.plain import plain
 
 MOST_OBJECTS = 100_000

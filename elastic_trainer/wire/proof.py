@@ -1,6 +1,6 @@
 """The proof that a worker has the run's dataset and program, and what two proofs differ in.
 
-worker (training/proving.py) → JSON → here → driver (a newcomer, the first workers), plain
+worker (training/checks/proving.py) → JSON → here → driver (a newcomer, the first workers), plain
 horovodrun (reconcile), a resumed run (the proof in its checkpoint)
 
 What always holds:

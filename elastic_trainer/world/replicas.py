@@ -30,7 +30,8 @@ on a wrong value. Its gradients were wrong, too, and all workers have applied th
 one slice the weights may therefore differ from those of an undisturbed run, although all replicas
 are equal again. With one slice (a model of under 512 KiB) they do not differ. A checkpoint of a
 step in between may have the wrong value in that worker's share. `compared_after`
-(state/checkpoint.py) keeps an older checkpoint, and a run that goes back restores that one.
+(state/checkpoints/checkpoint.py) keeps an older checkpoint, and a run that goes back restores
+that one.
 
 What it does not do:
 - It finds no fault in a world of one, where the vote carries no checksum.
@@ -56,11 +57,11 @@ import numpy
 import torch
 
 from elastic_trainer.data.leaves import inner_tensors
-from elastic_trainer.state.forms import SCALARS, form_of, plain_tensor
 from elastic_trainer.state.host_copy import HostCopy
-from elastic_trainer.state.layout import flat_bytes
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.names import named_parameters
+from elastic_trainer.state.values.forms import SCALARS, form_of, plain_tensor
+from elastic_trainer.state.values.layout import flat_bytes
+from elastic_trainer.state.values.names import named_parameters
 
 SLICE_BYTES = 256 << 10
 """The least bytes of parameters in a slice. A tensor of this size takes 0.03 ms (measured)."""

@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.state.layout import LayoutError, byte_view, decode, pack
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.values.layout import LayoutError, byte_view, decode, pack
 
 _TERMINATE = ctypes.CFUNCTYPE(None)
 _WHAT = ctypes.CFUNCTYPE(ctypes.c_char_p, ctypes.c_void_p)

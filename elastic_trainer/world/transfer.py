@@ -27,7 +27,8 @@ from elastic_trainer.state.device_copies import (
     devices_of,
     new_memory,
 )
-from elastic_trainer.state.layout import (
+from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.values.layout import (
     LayoutError,
     Packed,
     differing,
@@ -35,7 +36,6 @@ from elastic_trainer.state.layout import (
     tensors_digest,
     unpack,
 )
-from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.replicas import Part, checksum
 from elastic_trainer.world.vote import Peers

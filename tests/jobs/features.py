@@ -32,7 +32,7 @@ from injected import hurry, injector
 from elastic_trainer import train
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.layout import byte_view
+from elastic_trainer.state.values.layout import byte_view
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)

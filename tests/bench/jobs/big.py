@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from elastic_trainer import train
-from elastic_trainer.state.checkpoint import PART_BYTES
+from elastic_trainer.state.checkpoints.checkpoint import PART_BYTES
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--gb", type=float, required=True)

@@ -1,7 +1,7 @@
 """One worker's share of a checkpoint: one copy of it, and its upload beside the training.
 
 live_state → SnapshotMemory (the only pause) → Upload (threads) → store; the vote → collect
-(checkpoints.py)
+(run_checkpoints.py)
 
 On a GPU the copy runs beside the next forward and backward passes, and the next `apply` comes after
 it (device_copies.py). The pause is then the time to start the copies.
@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.host.priority import yield_processor
-from elastic_trainer.state.checkpoint import (
+from elastic_trainer.state.checkpoints.checkpoint import (
     CONNECTIONS,
     STALLED_S,
     UPLOAD_S,
@@ -55,9 +55,9 @@ from elastic_trainer.state.device_copies import (
     new_memory,
     pin,
 )
-from elastic_trainer.state.layout import Packed
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import Store
+from elastic_trainer.state.stores.store import Store
+from elastic_trainer.state.values.layout import Packed
 
 
 class SnapshotMemory:

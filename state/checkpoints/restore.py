@@ -36,16 +36,29 @@ from tenacity import (
     wait_exponential,
 )
 
-from elastic_trainer.state.checkpoint import CONNECTIONS, Emit, Part, Peers, header_of, parts_of
-from elastic_trainer.state.commit_log import FOLDER, READ_TRIES, CommitLog, Damaged, Record
-from elastic_trainer.state.layout import LayoutError, Packed, fill_range, outline, unpack
+from elastic_trainer.state.checkpoints.checkpoint import (
+    CONNECTIONS,
+    Emit,
+    Part,
+    Peers,
+    header_of,
+    parts_of,
+)
+from elastic_trainer.state.checkpoints.commit_log import (
+    FOLDER,
+    READ_TRIES,
+    CommitLog,
+    Damaged,
+    Record,
+)
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.store import (
+from elastic_trainer.state.stores.store import (
     Store,
     StoreRefused,
     StoreUnavailable,
     prove_put_if_absent,
 )
+from elastic_trainer.state.values.layout import LayoutError, Packed, fill_range, outline, unpack
 
 Answer = TypeVar("Answer")
 

@@ -23,14 +23,14 @@ from dataclasses import asdict
 from typing import Any
 
 from elastic_trainer.host.cycles import no_search_for_cycles
-from elastic_trainer.state.checkpoint import UPLOAD_S, Emit, Part, Peers, Plan, Share
-from elastic_trainer.state.commit_log import Damaged
-from elastic_trainer.state.layout import differing, tensors_digest
+from elastic_trainer.state.checkpoints.checkpoint import UPLOAD_S, Emit, Part, Peers, Plan, Share
+from elastic_trainer.state.checkpoints.commit_log import Damaged
+from elastic_trainer.state.checkpoints.publish import Known, Publisher
+from elastic_trainer.state.checkpoints.restore import Restore, asked_again, withdraw
+from elastic_trainer.state.checkpoints.upload import SnapshotMemory, Upload
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.publish import Known, Publisher
-from elastic_trainer.state.restore import Restore, asked_again, withdraw
-from elastic_trainer.state.store import Store, StoreUnavailable
-from elastic_trainer.state.upload import SnapshotMemory, Upload
+from elastic_trainer.state.stores.store import Store, StoreUnavailable
+from elastic_trainer.state.values.layout import differing, tensors_digest
 
 PLANNED = 0.75
 """An upload that rests is planned for this share of the time between two checkpoints."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_trainer.data.changes import ALONE
 from elastic_trainer.data.seeds import random_numbers_put_back
-from elastic_trainer.training.job import Job
+from elastic_trainer.training.job.job import Job
 from elastic_trainer.world.replicas import fingerprint
 
 MOST_INSIDE = 100

@@ -42,9 +42,9 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.state.names import plain
-from elastic_trainer.state.other_attributes import OtherAttributes, others_of_evaluation
-from elastic_trainer.state.plain_values import MOST_VALUES, is_plain, is_same, number_of
+from elastic_trainer.state.values.names import plain
+from elastic_trainer.state.values.other_attributes import OtherAttributes, others_of_evaluation
+from elastic_trainer.state.values.plain_values import MOST_VALUES, is_plain, is_same, number_of
 
 OWN = frozenset(vars(torch.nn.Module())) | {"_is_torch_compile", "_compile_kwargs"}
 """What torch itself keeps in a module, and Lightning, whose import wraps torch.compile

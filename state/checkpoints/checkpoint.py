@@ -6,7 +6,7 @@
     record    publish.py: rank 0 puts one record into commit_log.py; then the checkpoint exists
     restore   restore.py: the newest whole checkpoint, read by all workers together
 
-checkpoints.py holds these together; store.py and s3.py keep the objects. What always holds:
+run_checkpoints.py holds these together; store.py and s3.py keep the objects. What always holds:
 1. A checkpoint exists when its record is in the commit log. The record is put there after all of
    the checkpoint's parts are durable.
 2. Parts are cut from the payload every `part_bytes`, for every size of the world. Worker r of n
@@ -27,11 +27,11 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.commit_log import WHY_CHARACTERS, CommitLog, Damaged, Record
+from elastic_trainer.state.checkpoints.cadence import Cadence
+from elastic_trainer.state.checkpoints.commit_log import WHY_CHARACTERS, CommitLog, Damaged, Record
 from elastic_trainer.state.device_copies import Copying
-from elastic_trainer.state.layout import MACHINE_BYTES
-from elastic_trainer.state.store import PUT_BYTES, is_name
+from elastic_trainer.state.stores.store import PUT_BYTES, is_name
+from elastic_trainer.state.values.layout import MACHINE_BYTES
 
 PART_BYTES = 16 << 20
 CONNECTIONS = 4

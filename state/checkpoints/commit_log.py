@@ -43,7 +43,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from elastic_trainer.state.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable
+from elastic_trainer.state.stores.store import PUT_BYTES, Store, StoreRefused, StoreUnavailable
 
 FOLDER = "log"
 LAST = 10**12

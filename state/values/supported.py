@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from elastic_trainer.state.forms import storage_refusal
+from elastic_trainer.state.values.forms import storage_refusal
 
 BUFFERS_STAY = (
     "A buffer keeps its name, shape and type during training. Register it in __init__ with its "

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from elastic_trainer.host.own import OursFirst
-from elastic_trainer.state.store import Bucket, FolderStore, Store, StoreRefused
+from elastic_trainer.state.stores.store import Bucket, FolderStore, Store, StoreRefused
 
 BUCKETS = ("s3://", "gs://", "az://")
 """How the addresses of clouds' stores begin."""
@@ -31,9 +31,9 @@ def open_bucket(url: str, *, is_reader: bool = False) -> Bucket:
     # The imports are here, because boto3 takes a third of a second, and a folder does not need it.
     with OursFirst():
         if url.startswith("s3:"):
-            from elastic_trainer.state.s3 import S3Store
+            from elastic_trainer.state.stores.s3 import S3Store
         else:
-            from elastic_trainer.state.buckets import BucketStore
+            from elastic_trainer.state.stores.buckets import BucketStore
 
             return BucketStore(url, is_reader=is_reader)  # imports the packages of the cloud
     return S3Store(url, is_reader=is_reader)

@@ -1,7 +1,7 @@
 """Where objects are kept: what checkpoints need of a store, and a store in a local folder.
 
 checkpoint, commit_log → here → a folder (this file), S3 (s3.py), Google's or Azure's (buckets.py);
-stores.py opens one by its URL
+by_url.py opens one by its URL
 
 What always holds:
 1. `put_if_absent` is atomic and durable: readers see nothing or all of the object, also after a

@@ -31,10 +31,10 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.state.forms import plain_tensor
-from elastic_trainer.state.layout import LayoutError, byte_view
-from elastic_trainer.state.object_filling import Filling, set_field
-from elastic_trainer.state.object_nodes import (
+from elastic_trainer.state.values.filling import Filling, set_field
+from elastic_trainer.state.values.forms import plain_tensor
+from elastic_trainer.state.values.layout import LayoutError, byte_view
+from elastic_trainer.state.values.nodes import (
     BUILTIN,
     MISSING,
     PLAIN,

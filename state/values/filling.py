@@ -1,6 +1,6 @@
 """Put the values of a tree into the attributes of an object: the reverse of Walk.
 
-layout (bytes) → tree of nodes (object_nodes.py) → here → the same object in another process
+layout (bytes) → tree of nodes (nodes.py) → here → the same object in another process
 
 What always holds:
 1. `build` changes nothing, and raises LayoutError for a tree that does not fit. `finish` can fail
@@ -20,9 +20,9 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.state.forms import FACTORIES
-from elastic_trainer.state.layout import DTYPES, LayoutError
-from elastic_trainer.state.object_nodes import (
+from elastic_trainer.state.values.forms import FACTORIES
+from elastic_trainer.state.values.layout import DTYPES, LayoutError
+from elastic_trainer.state.values.nodes import (
     LEFT,
     MADE,
     MISSING,

@@ -17,7 +17,7 @@ What always holds:
 
 What it does not do: follow objects that hold modules or tools of a process, callable objects of
 installed packages, private attributes of objects without a property, and writes to `tensor.data`.
-program.py has hooks and methods.
+training/checks/program.py has hooks and methods.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from weakref import WeakValueDictionary
 import numpy
 import torch
 
-from elastic_trainer.state.forms import CannotKeep, as_built
-from elastic_trainer.state.layout import UNCHANGING, byte_ranges, pack
-from elastic_trainer.state.object_nodes import fields, is_code
+from elastic_trainer.state.values.forms import CannotKeep, as_built
+from elastic_trainer.state.values.layout import UNCHANGING, byte_ranges, pack
+from elastic_trainer.state.values.nodes import fields, is_code
 
 MOST_BYTES = 1 << 16
 """Of an array, which are read at each step's begin and end."""

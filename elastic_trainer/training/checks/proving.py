@@ -30,13 +30,13 @@ from elastic_trainer.data.index import Index
 from elastic_trainer.data.leaves import leaves, steady
 from elastic_trainer.data.loader import MOST_WRAPPED
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.module_attributes import OWN, is_namespace
-from elastic_trainer.state.names import named_buffers, named_parameters, plain
-from elastic_trainer.state.plain_values import is_plain
-from elastic_trainer.state.supported import some
-from elastic_trainer.training.beside import Beside
-from elastic_trainer.training.job import Job
-from elastic_trainer.training.settings import CONFIGURATION, PROOF, Remark
+from elastic_trainer.state.values.module_attributes import OWN, is_namespace
+from elastic_trainer.state.values.names import named_buffers, named_parameters, plain
+from elastic_trainer.state.values.plain_values import is_plain
+from elastic_trainer.state.values.supported import some
+from elastic_trainer.training.checks.beside import Beside
+from elastic_trainer.training.job.job import Job
+from elastic_trainer.training.job.settings import CONFIGURATION, PROOF, Remark
 from elastic_trainer.wire.proof import Leaf, Proof, Values
 from elastic_trainer.world.replicas import fingerprint
 

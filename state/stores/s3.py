@@ -43,7 +43,7 @@ from tenacity import (
 from urllib3.exceptions import HTTPError
 
 from elastic_trainer.host.names import is_loopback
-from elastic_trainer.state.store import (
+from elastic_trainer.state.stores.store import (
     Entry,
     StoreRefused,
     StoreUnavailable,

@@ -26,7 +26,7 @@ import torch
 from torch.optim import swa_utils
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.names import named_parameters
+from elastic_trainer.state.values.names import named_parameters
 
 SHOWN = ("a step ended, and the averaged weights are still in the model. Leave the block `with "
          "trainer.averaged()` before the step ends.")

@@ -41,7 +41,7 @@ from tenacity import (
     wait_fixed,
 )
 
-from elastic_trainer.state.store import (
+from elastic_trainer.state.stores.store import (
     PUT_BYTES,
     Entry,
     StoreRefused,

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.state.attributes import Attributes, Kept
-from elastic_trainer.state.forms import CannotKeep, mapped
-from elastic_trainer.state.layout import LayoutError
-from elastic_trainer.state.names import named_buffers, named_parameters, plain
-from elastic_trainer.state.object_filling import Filling, own
-from elastic_trainer.state.object_nodes import Node, Walk, leaves
+from elastic_trainer.state.values.attributes import Attributes, Kept
+from elastic_trainer.state.values.filling import Filling, own
+from elastic_trainer.state.values.forms import CannotKeep, mapped
+from elastic_trainer.state.values.layout import LayoutError
+from elastic_trainer.state.values.names import named_buffers, named_parameters, plain
+from elastic_trainer.state.values.nodes import Node, Walk, leaves
 
 
 def taken_in_place(mine: Any, theirs: Any) -> Any:

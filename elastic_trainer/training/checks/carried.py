@@ -31,9 +31,9 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.state.other_attributes import is_installed
-from elastic_trainer.training.beside import sum_of
-from elastic_trainer.training.settings import Remark
+from elastic_trainer.state.values.other_attributes import is_installed
+from elastic_trainer.training.checks.beside import sum_of
+from elastic_trainer.training.job.settings import Remark
 
 MOST_PATHS, MOST_ELEMENTS, DEEPEST = 200, 1024, 2
 SCALARS = (bool, int, float, complex, str, type(None))

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from elastic_trainer.state.other_attributes import is_installed
-from elastic_trainer.state.plain_values import is_plain, is_scalar
+from elastic_trainer.state.values.other_attributes import is_installed
+from elastic_trainer.state.values.plain_values import is_plain, is_scalar
 
 HOOKS = {"_forward_hooks": "register_forward_hook",
          "_forward_pre_hooks": "register_forward_pre_hook",

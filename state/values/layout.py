@@ -27,7 +27,7 @@ from typing import Any
 import numpy
 import torch
 
-from elastic_trainer.state.forms import (
+from elastic_trainer.state.values.forms import (
     MOST_BITS,
     SCALARS,
     SETS,

@@ -36,19 +36,19 @@ from elastic_trainer.schedule.intervals import length_of
 from elastic_trainer.schedule.learning_rate import LinearScaling
 from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.schedule.schedule import Schedule
-from elastic_trainer.state.cadence import Cadence
-from elastic_trainer.state.checkpoint import Plan
-from elastic_trainer.state.supported import refusal, refused_dataset
-from elastic_trainer.training.averages import Average, Swa, average_of, extras_with, shown
-from elastic_trainer.training.optimizers import (
+from elastic_trainer.state.checkpoints.cadence import Cadence
+from elastic_trainer.state.checkpoints.checkpoint import Plan
+from elastic_trainer.state.values.supported import refusal, refused_dataset
+from elastic_trainer.training.job.averages import Average, Swa, average_of, extras_with, shown
+from elastic_trainer.training.job.optimizers import (
     Several,
     as_one,
     kind_of,
     members_of,
     split_schedule,
 )
-from elastic_trainer.training.precision import Precision, precision_of, scaler_of
-from elastic_trainer.training.settings import (
+from elastic_trainer.training.job.precision import Precision, precision_of, scaler_of
+from elastic_trainer.training.job.settings import (
     Remark,
     remarks_on_effect,
     remarks_on_last_batch,

@@ -26,8 +26,8 @@ from zlib import crc32
 import torch
 
 from elastic_trainer.config import ConfigError
-from elastic_trainer.state.module_attributes import OWN, owners_of
-from elastic_trainer.state.plain_values import is_plain
+from elastic_trainer.state.values.module_attributes import OWN, owners_of
+from elastic_trainer.state.values.plain_values import is_plain
 
 MOST_TENSORS, MOST_ELEMENTS = 32, 64
 PUT = ("Make it a part of the model (a submodule: model.{name} = …), whose attributes and buffers "

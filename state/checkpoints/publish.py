@@ -1,6 +1,6 @@
 """The record: rank 0 puts it into the commit log when all parts are durable, and then tidies up.
 
-all workers' parts (checkpoints.py, collect) → here, in a thread → commit log, store
+all workers' parts (run_checkpoints.py, collect) → here, in a thread → commit log, store
 
 What always holds:
 1. Before it puts a record, the publisher has listed the checkpoint's parts itself: another
@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from elastic_trainer.host.priority import yield_processor
-from elastic_trainer.state.cadence import retained
-from elastic_trainer.state.checkpoint import (
+from elastic_trainer.state.checkpoints.cadence import retained
+from elastic_trainer.state.checkpoints.checkpoint import (
     PARTS,
     STALLED_S,
     UPLOAD_S,
@@ -45,8 +45,8 @@ from elastic_trainer.state.checkpoint import (
     is_best,
     kept_of,
 )
-from elastic_trainer.state.commit_log import CommitLog, Fenced, Record
-from elastic_trainer.state.store import Store, StoreUnavailable
+from elastic_trainer.state.checkpoints.commit_log import CommitLog, Fenced, Record
+from elastic_trainer.state.stores.store import Store, StoreUnavailable
 
 
 @dataclass

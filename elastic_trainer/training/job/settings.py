@@ -50,13 +50,13 @@ from elastic_trainer.state.configuration import (
     taken,
 )
 from elastic_trainer.state.rates import Rates
-from elastic_trainer.state.supported import some
-from elastic_trainer.training.optimizers import Schedulers, kind_of
+from elastic_trainer.state.values.supported import some
+from elastic_trainer.training.job.optimizers import Schedulers, kind_of
 from elastic_trainer.wire.proof import PARTS
 from elastic_trainer.wire.redact import redacted_settings
 
 if TYPE_CHECKING:
-    from elastic_trainer.training.job import Job
+    from elastic_trainer.training.job.job import Job
 
 T = TypeVar("T")
 NO_CONFIGURATION = (

@@ -1,6 +1,6 @@
 """What an object of the user's holds in its attributes, as a tree of values that can be kept.
 
-attributes of an optimizer or a module → Walk → layout (bytes) → Filling (object_filling.py) → the
+attributes of an optimizer or a module → Walk → layout (bytes) → Filling (filling.py) → the
 same object in another process
 
 A node of the tree is a number, a text, a bool or None as it is, or a list that begins with the kind
@@ -29,7 +29,7 @@ import numpy
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from elastic_trainer.state.forms import factory_of
+from elastic_trainer.state.values.forms import factory_of
 
 MISSING = object()
 """Stands for a place at which there is nothing."""

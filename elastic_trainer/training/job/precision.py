@@ -39,7 +39,7 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.reduce.gradient_sums import Gradients
-from elastic_trainer.state.supported import some
+from elastic_trainer.state.values.supported import some
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AROUND = (

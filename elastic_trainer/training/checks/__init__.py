@@ -1,0 +1,1 @@
+"""What others could not repeat: the proof of the program, and what a script changes unseen."""

@@ -1,0 +1,1 @@
+"""What the user gave: model, optimizers, rates, precision and options, checked."""

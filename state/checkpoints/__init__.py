@@ -1,0 +1,1 @@
+"""The checkpoints of a run: planned, copied, uploaded, put into the commit log, restored."""
