@@ -73,7 +73,7 @@ def pod_of(name: str) -> Any:
 
 def installed(*packages: str) -> str:
     """Return a cache folder with packages that only these tests need, or skip the test."""
-    name = "-".join(packages).replace("==", "_")
+    name = "-".join([*packages, str(sys.implementation.cache_tag)]).replace("==", "_")
     there = Path(tempfile.gettempdir(), f"elastic-trainer-{os.getuid()}-{name}")
     if not there.exists():
         part = tempfile.mkdtemp(dir=there.parent)
