@@ -230,7 +230,8 @@ def test_sentences_of_like_length_come_together_when_they_are_grouped(has_column
                          data_collator=collator, train_sampling_strategy="group_by_length",
                          gradient_accumulation_steps=1, eval_strategy="no")
     trainer.train()
-    assert set(collator.seen) == {(4 + i,) * 4 for i in range(count)}
+    batches = {lengths for lengths in collator.seen if len(lengths) > 1}  # else it is the probe's
+    assert batches == {(4 + i,) * 4 for i in range(count)}
 
 
 @pytest.mark.parametrize("devices", [1, 2, 8])
