@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import termios
@@ -169,7 +171,7 @@ class Terminal:
 
     def __init__(self, run_dir: Path):
         self.master, self.slave = pty.openpty()
-        termios.tcsetwinsize(self.slave, (40, 120))
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("4H", 40, 120, 0, 0))
         self.before = termios.tcgetattr(self.slave)
         self.process = subprocess.Popen(
             [sys.executable, "-c", "import fcntl, os, signal, sys, termios; os.setsid(); "
