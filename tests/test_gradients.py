@@ -95,7 +95,7 @@ def test_a_hook_that_changes_a_gradient_on_its_way_changes_that_of_its_microbatc
 @pytest.mark.parametrize("reduce", ["exact", "ring"])
 def test_a_gradient_that_changes_after_it_was_sent_is_an_error(
         reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that comes after ours, in a later step, changes what others have already."""
+    """A hook that comes after ours would change what others have already: it may not come."""
     monkeypatch.setattr(f"elastic_trainer.reduce.{reduce}.BUCKET_BYTES", 64)
 
     def make() -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_a_gradient_that_changes_after_it_was_sent_is_an_error(
 
         return job_of(model, after_step=after_step, loss=loss)
 
-    with pytest.raises(RuntimeError, match="has changed .grad in step 2, after a part of it was"):
+    with pytest.raises(RuntimeError, match=r"hook of 0\.weight .* was added, removed or replaced"):
         in_a_world(2, lambda rank: job(**make()), reduce)
 
 
@@ -173,7 +173,7 @@ def test_the_bits_are_the_same_when_new_gradients_are_taken_as_on_a_gpu(
                          ids=["all", "last in the pass", "all but the last"])
 def test_a_late_hook_changes_the_gradient_or_is_an_error_when_new_gradients_are_taken(
         parameters: slice, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes before ours, or a part was sent: never another result than that of one worker."""
+    """It acts from a later step on: never another result than that of one worker."""
     monkeypatch.setattr("elastic_trainer.reduce.gradient_sums.TAKEN_ON", ("cpu",))
     monkeypatch.setattr("elastic_trainer.reduce.exact.BUCKET_BYTES", 64)
 
@@ -184,12 +184,10 @@ def test_a_late_hook_changes_the_gradient_or_is_an_error_when_new_gradients_are_
             is_late[0] = torch.equal(batch[0], LATE)
             return mse(model, batch)
 
-        def after_step(step: int) -> None:
-            for parameter in list(model.parameters())[parameters] if step == 0 else ():
-                parameter.register_post_accumulate_grad_hook(
-                    lambda parameter: clamp(parameter) if is_late[0] else None)
-
-        return job_of(model, after_step=after_step, loss=loss)
+        for parameter in list(model.parameters())[parameters]:
+            parameter.register_post_accumulate_grad_hook(
+                lambda parameter: clamp(parameter) if is_late[0] else None)
+        return job_of(model, loss=loss)
 
     alone = in_a_world(1, lambda rank: job(**make()))[0].weights_sha256
     try:
