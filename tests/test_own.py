@@ -71,6 +71,8 @@ def ran(*command: str | Path, cwd: Path, **env: str) -> subprocess.CompletedProc
 def test_our_processes_import_nothing_of_the_users_folders(tmp_path: Path, path: str) -> None:
     """Neither from the current folder nor from PYTHONPATH: a module of each common name is there,
     and ends whoever imports it."""
+    if path and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 itself imports what it starts with (abc, codecs) from PYTHONPATH")
     place = folder_of(tmp_path / "mine", NAMES, "raise RuntimeError('NAME is imported')\n")
     folder_of(place / "src", NAMES, "raise RuntimeError('NAME of PYTHONPATH is imported')\n")
     env = {"PYTHONPATH": path} if path else {}
