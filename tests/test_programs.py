@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -224,6 +225,8 @@ CHANGES: dict[str, tuple[Built, Built, str]] = {
 def test_a_resumed_run_is_an_error_when_its_data_or_program_is_another(what: str, tmp_path: Path,
                                                                        monkeypatch: Any) -> None:
     """It names what differs, and --allow-change lets it pass."""
+    if "enumeration" in what and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 cannot copy an enumeration whose values are bare objects")
     before, now, named = CHANGES[what]
     run(before, tmp_path, 2)
     with pytest.raises(ConfigError, match=named) as raised:

@@ -24,7 +24,6 @@ import numpy
 import pytest
 from browser import chromium, prepare
 from cluster import Cluster
-from PIL import Image
 from s3_servers import Unavailable
 from stories import STORY, event, generation, step, write
 
@@ -429,6 +428,7 @@ def classes_of(shown: Any, selector: str) -> set[str]:
 
 def looks_of(shown: Any, selector: str) -> dict[str, Any]:
     """Return the pixels of small shapes by their class, as a screen shows them. They are grey."""
+    Image = pytest.importorskip("PIL.Image")
     found = {}
     for it in shown.locator(selector).all():
         image = Image.open(io.BytesIO(it.screenshot())).convert("RGB")
