@@ -97,7 +97,6 @@ class CarriedValues:
         except Exception:  # an object may do anything
             return {}
 
-
     def _seen_module(self, module: torch.nn.Module) -> tuple[Any, ...]:
         """Return what changes with the first tensors of a module that is not the model's; (): it
         is, or there are none."""
