@@ -5,13 +5,15 @@ attributes of modules → here → whether they are plain, and whether two of th
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar
 
 import numpy
 
 MOST_VALUES = 1000
 DEEPEST = 5
 SCALARS = (bool, int, float, str, type(None))
+Key = TypeVar("Key", bound=Hashable)
 
 
 def is_plain(value: Any) -> bool:
@@ -67,3 +69,10 @@ def number_of(value: Any) -> Any:
     if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
         return int(value)
     return value if value == value else {"nan"}
+
+
+def keys_that_differ(one: Mapping[Key, Any], other: Mapping[Key, Any]) -> set[Key]:
+    """Return the keys whose values are not equal, or which one of the two has not."""
+    if one == other:
+        return set()
+    return {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}

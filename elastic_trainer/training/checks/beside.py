@@ -18,7 +18,7 @@ read: versions and addresses count alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
@@ -27,7 +27,7 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.values.module_attributes import OWN, owners_of
-from elastic_trainer.state.values.plain_values import is_plain
+from elastic_trainer.state.values.plain_values import is_plain, keys_that_differ
 
 MOST_TENSORS, MOST_ELEMENTS = 32, 64
 PUT = ("Make it a part of the model (a submodule: model.{name} = …), whose attributes and buffers "
@@ -105,8 +105,9 @@ class Beside:
         if self._is_open or not self._parts:
             return
         self._began, self._is_open = self._look(), True
-        free = self._free()
-        for path in sorted(_differing(self._ended or {}, self._began) - self._caches):
+        moved = sorted(keys_that_differ(self._ended or {}, self._began) - self._caches)
+        free = self._free() if moved else {}
+        for path in moved:
             root = path.partition(":")[0]
             kind = "tensors" if _is_tensor(path) else "attributes"
             if kind not in free.get(root, ()):
@@ -125,7 +126,7 @@ class Beside:
         self._ended, self._is_open = self._look(), False
         if found := self._moved_tensors(self._began, self._ended):
             raise RuntimeError(self._on_batch(found))
-        self._caches |= _differing(self._began, self._ended)
+        self._caches |= keys_that_differ(self._began, self._ended)
 
     def _free(self) -> dict[str, set[str]]:
         """Return what the script may change of each root: what the option state keeps."""
@@ -163,7 +164,7 @@ class Beside:
 
     @staticmethod
     def _moved_tensors(before: Look, after: Look) -> str:
-        return next((path for path in sorted(_differing(before, after)) if _is_tensor(path)), "")
+        return min(filter(_is_tensor, keys_that_differ(before, after)), default="")
 
     def _on_script(self, path: str, root: str) -> str:
         put = PUT.format(name=root.lower())
@@ -230,9 +231,3 @@ def sum_of(value: torch.Tensor) -> int:
     flat = value.detach().reshape(-1)
     some = flat[::max(1, flat.numel() // MOST_ELEMENTS)][:MOST_ELEMENTS].contiguous()
     return crc32(some.view(torch.uint8).numpy().data) if some.numel() else 0
-
-
-def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> set[str]:
-    if one == other:
-        return set()
-    return {path for path in one.keys() | other.keys() if one.get(path) != other.get(path)}

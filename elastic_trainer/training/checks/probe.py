@@ -39,7 +39,7 @@ class Probe:
         """Read the sample as it is now."""
         try:
             self._sum = None if self._is_left_out() else self._read()
-            if self._sum != self._sum_again():
+            if self._sum is not None and self._read() != self._sum:
                 self._sum = None
         except Exception:  # a batch of one sample may be none
             self._sum = None
@@ -56,9 +56,6 @@ class Probe:
                 f"sample {number} of the dataset, or the batch that collate makes of it, has other "
                 f"bits than at the start of this worker. So the script has changed what they read "
                 f"(a global name, a closure, a class, an array, a file). {ALONE}")
-
-    def _sum_again(self) -> int | None:
-        return None if self._sum is None else self._read()
 
     def _indices(self) -> Any:
         schedule = self._job.schedule

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.state.values.other_attributes import is_installed
-from elastic_trainer.state.values.plain_values import is_plain, is_scalar
+from elastic_trainer.state.values.plain_values import is_plain, is_scalar, keys_that_differ
 
 HOOKS = {"_forward_hooks": "register_forward_hook",
          "_forward_pre_hooks": "register_forward_pre_hook",
@@ -86,7 +86,7 @@ class Program:
         if self._is_open or self._fixed is None:
             return
         self._began, self._is_open = self._moving(), True
-        if place := next(iter(_differing(self._ended, self._began) - self._caches), None):
+        if place := next(iter(keys_that_differ(self._ended, self._began) - self._caches), None):
             self._found = (f"{_name(place)} was changed between two steps, from "
                            f"{_text(self._ended, place)} to {_text(self._began, place)}. "
                            f"{MOVING_REMEDY}")
@@ -108,7 +108,7 @@ class Program:
         if not self._is_open:
             return
         self._ended, self._is_open = self._moving(), False
-        for place in _differing(self._began, self._ended):
+        for place in keys_that_differ(self._began, self._ended):
             self._caches.add(place)
             if place[0] in self._of_optimizers:
                 raise RuntimeError(
@@ -180,12 +180,6 @@ def _frozen(value: Any) -> Any:
     """Return a plain value that a later change does not reach."""
     return value if is_scalar(value) and value == value else repr(value)
 
-
-def _differing(one: Look, other: Look) -> set[tuple[Any, str]]:
-    """Return the places at which two looks differ."""
-    if one == other:
-        return set()
-    return {place for place in one.keys() | other.keys() if one.get(place) != other.get(place)}
 
 
 def _name(place: tuple[Any, str]) -> str:
