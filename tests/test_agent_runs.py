@@ -117,13 +117,14 @@ def test_names_addresses_agents_and_slots_change_under_workers(
         assert agents.workers("c") == 2
         run.set_hosts(("a-1", "b-2", "c-1", "d-1"))
         generation = run.wait_for_world(4, after=generation)
-        wait_for("the end of one", lambda: agents.workers("c") == 1)
+        run.wait_for("the end of one", lambda: agents.workers("c") == 1)
+        run.wait_for("its event", lambda: len(run.live_pids()) == 4)
         assert not run.lost() and not run.events("worker.step_redone"), run.story()
 
         agents.kill("a")
         agents.kill("d")
         before = list(run.live_pids().values())
-        assert len(before) == 4
+        assert len(before) == 4, run.story()
         os.kill(run.driver_pid(), signal.SIGKILL)
         run.wait_for("a start", lambda: [e for e in run.events("driver.worker_started")
                                          if e["attempt"] == 2])

@@ -38,6 +38,8 @@ STATE = MARK + "state "
 """On stderr, before the state of the worker's process."""
 ORPHANS_S = 20.0
 """The time that workers have to notice that their driver is gone, and to write a checkpoint."""
+KILLED_S = 10.0
+"""The time that a killed worker has to end: the kernel frees its memory, and a GPU's, first."""
 FIRST_S = 60.0
 """The time that the driver has to send the job."""
 WORKER, RUN_DIR = "ELASTIC_TRAINER_WORKER", "ELASTIC_TRAINER_RUN_DIR"
@@ -194,15 +196,22 @@ def end(group: int, number: int) -> None:
 
 
 def end_run(run_dir: str, grace_s: float = ORPHANS_S) -> int:
-    """Wait until a run has no worker on this host; kill those that stay, and print their number."""
-    deadline = time.monotonic() + grace_s
-    while (left := workers_of(run_dir)) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    """Wait until a run has no worker on this host; kill those that stay, print their number, and
+    wait for their end. Returns 1 if one still lives then."""
+    left = await_no_worker(run_dir, grace_s)
     for pid in left:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     print(len(left))
-    return 0
+    return 1 if left and await_no_worker(run_dir, KILLED_S) else 0
+
+
+def await_no_worker(run_dir: str, limit_s: float) -> dict[int, tuple[str, str]]:
+    """Wait until a run has no worker on this host, at most so long; return those that are left."""
+    deadline = time.monotonic() + limit_s
+    while (left := workers_of(run_dir)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
 
 
 def workers_of(run_dir: str) -> dict[int, tuple[str, str]]:
