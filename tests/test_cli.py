@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.commands.run import prove_store
 from elastic_trainer.commands.run_options import list_hosts, parse_run, static_hosts
+from elastic_trainer.commands.store_check import prove
 from elastic_trainer.config import ConfigError
 from elastic_trainer.driver import horovodrun
 from elastic_trainer.driver.hosts import Locations, parse_hosts
@@ -328,9 +328,9 @@ def test_the_run_starts_when_its_store_does_not_answer(monkeypatch: pytest.Monke
         monkeypatch.setattr("elastic_trainer.state.stores.store.prove_put_if_absent", prove)
 
     answer(StoreUnavailable("s3://bucket/run did not take it: SlowDown"))
-    prove_store("s3://bucket/run")
+    assert not prove("s3://bucket/run")
     output = capsys.readouterr().err
     assert "SlowDown" in output and "Ctrl-C" in output
     answer(StoreRefused("s3://bucket/run did not take it: NoSuchBucket"))
     with pytest.raises(ConfigError, match="NoSuchBucket"):
-        prove_store("s3://bucket/run")
+        prove("s3://bucket/run")

@@ -19,6 +19,7 @@ from simulated import Member, in_worlds
 
 from elastic_trainer import Loader, Mixture, Trainer
 from elastic_trainer.commands.run import hash_seed
+from elastic_trainer.commands.store_check import newest_facts
 from elastic_trainer.config import EXIT_USER_ERROR, ConfigError
 from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.views.verify import verify
@@ -80,13 +81,13 @@ def test_members_compare_themselves_when_no_driver_does(
 
 def test_all_workers_of_a_run_have_one_hash_seed(tmp_path: Path, capsys: Any) -> None:
     """That of its first start, whatever the command that resumes it has; it is told."""
-    assert hash_seed(tmp_path, {}) == {"PYTHONHASHSEED": "0"}
-    assert hash_seed(tmp_path, {"PYTHONHASHSEED": "5"}) == {"PYTHONHASHSEED": "0"}
+    assert hash_seed(tmp_path, {}, {}) == {"PYTHONHASHSEED": "0"}
+    assert hash_seed(tmp_path, {"PYTHONHASHSEED": "5"}, {}) == {"PYTHONHASHSEED": "0"}
     assert "began with 0, which holds" in capsys.readouterr().err
     other = tmp_path / "other"
     other.mkdir()
-    assert hash_seed(other, {"PYTHONHASHSEED": "5"}) == {"PYTHONHASHSEED": "5"}
-    assert hash_seed(other, {"PYTHONHASHSEED": "random"}) == {"PYTHONHASHSEED": "5"}
+    assert hash_seed(other, {"PYTHONHASHSEED": "5"}, {}) == {"PYTHONHASHSEED": "5"}
+    assert hash_seed(other, {"PYTHONHASHSEED": "random"}, {}) == {"PYTHONHASHSEED": "5"}
 
 
 def test_a_new_folder_has_the_hash_seed_of_the_store(tmp_path: Path,
@@ -98,10 +99,10 @@ def test_a_new_folder_has_the_hash_seed_of_the_store(tmp_path: Path,
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     run(Built(), tmp_path / "run", 2)
     store = str(tmp_path / "run" / "checkpoints")
-    assert hash_seed(folder, {}, store) == {"PYTHONHASHSEED": "7"}
-    assert hash_seed(folder, {"PYTHONHASHSEED": "5"}) == {"PYTHONHASHSEED": "7"}
+    assert hash_seed(folder, {}, newest_facts(store)) == {"PYTHONHASHSEED": "7"}
+    assert hash_seed(folder, {"PYTHONHASHSEED": "5"}, {}) == {"PYTHONHASHSEED": "7"}
     empty = str(tmp_path / "empty")
-    assert hash_seed(other, {"PYTHONHASHSEED": "5"}, empty) == {"PYTHONHASHSEED": "5"}
+    assert hash_seed(other, {"PYTHONHASHSEED": "5"}, newest_facts(empty)) == {"PYTHONHASHSEED": "5"}
 
 
 # --- one process: a run that is resumed -----------------------------------------------------------

@@ -102,45 +102,23 @@ def for_workers(configuration: Configuration) -> str:
     return configuration.to_text() if has_any else ""
 
 
-def compare_with_run(configuration: Configuration, allowed: list[str], run_dir: Path,
-                     store: str) -> None:
-    """Show what differs from the run's newest checkpoint. Raises ConfigError for a change that is
-    not allowed.
+def is_compared(configuration: Configuration) -> bool:
+    """True if there are values that a resumed run must have, too. Where the script names its file
+    itself, only the workers compare."""
+    return bool(set(configuration) - {RUN})
 
-    Network: two requests. Where the store does not answer, or the script names its file itself,
-    only the workers compare.
-    """
-    if not set(configuration) - {RUN}:
-        return
-    was = _stored(store or str(run_dir / "checkpoints"))
-    if was is None:
+
+def compare_with_run(configuration: Configuration, allowed: list[str], run: str,
+                     facts: Mapping[str, Any]) -> None:
+    """Show what differs from the run's newest checkpoint, which has these facts. Raises ConfigError
+    for a change that is not allowed. Where the store does not answer, only the workers compare."""
+    was = facts.get("configuration")
+    if not is_compared(configuration) or not isinstance(was, dict):
         return
     found = changes(was, configuration.flat())
     if found:
         _show(found, allowed)
-    require_allowed(found, allowed, run_dir.name)
-
-
-def _stored(url: str) -> dict[str, Any] | None:
-    """Return the configuration in the newest checkpoint; None: there is none that can be read."""
-    found = newest_facts(url).get("configuration")
-    return found if isinstance(found, dict) else None
-
-
-def newest_facts(url: str) -> Mapping[str, Any]:
-    """Return what the record of the newest checkpoint says; {}: there is none that can be read."""
-    if "://" not in url and not Path(url).is_dir():
-        return {}
-    from elastic_trainer.state.checkpoints.commit_log import CommitLog, Damaged
-    from elastic_trainer.state.stores.by_url import open_store
-    from elastic_trainer.state.stores.store import StoreUnavailable
-
-    try:
-        log = CommitLog(open_store(url))
-        kept = log.newest_whole().kept
-        return log.read(max(kept)).body if kept else {}
-    except (Damaged, FileNotFoundError, StoreUnavailable):
-        return {}
+    require_allowed(found, allowed, run)
 
 
 def _show(found: list[Change], allowed: list[str]) -> None:

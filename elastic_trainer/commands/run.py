@@ -1,6 +1,6 @@
 """`elastic-trainer run`: trains to the end, and shows the result.
 
-command line → run_options → here → supervisor, standbys, watch → summary
+command line → run_options, store_check → here → supervisor, standbys, watch → summary
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from elastic_trainer.commands import configured
 from elastic_trainer.commands.run_options import Run, parse_run
-from elastic_trainer.config import HASH_SEED, ConfigError, unusable
+from elastic_trainer.commands.store_check import checked_facts
+from elastic_trainer.config import HASH_SEED, unusable
 from elastic_trainer.driver import local_gpus
 from elastic_trainer.host.modes import make_folder, private, write_text
 from elastic_trainer.host.terminal import VARIABLE as TERMINAL
 from elastic_trainer.host.terminal import terminal_of
 from elastic_trainer.state.configuration import VARIABLE
-from elastic_trainer.wire.plain import plain, plain_output, plain_text
+from elastic_trainer.wire.plain import plain, plain_output
 from elastic_trainer.world.standby import DEVICE as STANDBY_DEVICE
 
 HASH_SEED_FILE = "hash_seed"
@@ -56,10 +58,12 @@ def main(argv: list[str]) -> int:
     os.environ[configured.ALLOW_VARIABLE] = ",".join(wanted.allow_change)
     horovodrun_options = wanted.horovodrun()
     with local_s3(wanted.run_dir) if wanted.has_own_s3 else nullcontext():
-        prove_store(wanted.store)
-        os.environ.update(hash_seed(wanted.run_dir, os.environ, wanted.store))
-        configured.compare_with_run(wanted.configuration, wanted.allow_change, wanted.run_dir,
-                                    wanted.store)
+        facts = checked_facts(wanted.store, wanted.run_dir, are_read=(
+            not (wanted.run_dir / HASH_SEED_FILE).exists()
+            or configured.is_compared(wanted.configuration)))
+        os.environ.update(hash_seed(wanted.run_dir, os.environ, facts))
+        configured.compare_with_run(wanted.configuration, wanted.allow_change,
+                                    wanted.run_dir.name, facts)
         return _train(wanted, horovodrun_options)
 
 
@@ -108,16 +112,17 @@ def shown(run_dir: Path) -> Iterator[None]:
               file=sys.stderr)
 
 
-def hash_seed(run_dir: Path, env: Mapping[str, str], store: str = "") -> dict[str, str]:
+def hash_seed(run_dir: Path, env: Mapping[str, str],
+              facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the PYTHONHASHSEED of a run: that of its first start. It stands in the run's folder
-    and in its checkpoints: a new folder takes that of the store. Disk: one small file."""
+    and in its checkpoints: a new folder takes that of the newest one. Disk: one small file."""
     (name, usual), = HASH_SEED.items()
     given, file = env.get(name, ""), run_dir / HASH_SEED_FILE
     given = given if given.isdecimal() else usual
     try:
         kept = file.read_text().strip()
     except FileNotFoundError:
-        kept = str(configured.newest_facts(store).get("hash_seed", "")) if store else ""
+        kept = str(facts.get("hash_seed", ""))
         write_text(file, f"{kept if kept.isdecimal() else given}\n")
     if kept.isdecimal():
         if env.get(name, kept) != kept:
@@ -126,32 +131,6 @@ def hash_seed(run_dir: Path, env: Mapping[str, str], store: str = "") -> dict[st
                   file=sys.stderr)
         return {name: kept}
     return {name: given}
-
-
-def prove_store(store: str) -> None:
-    """Check before anything is started that the store can be used.
-
-    Raises ConfigError if the store refuses. A store that does not answer may do so later: the
-    workers try it repeatedly (state/, RESTORE_S).
-    """
-    if "://" not in store:
-        return  # the first worker proves a folder, in a millisecond
-    from elastic_trainer.state.stores.by_url import open_store
-    from elastic_trainer.state.stores.store import (
-        StoreRefused,
-        StoreUnavailable,
-        prove_put_if_absent,
-    )
-
-    try:
-        prove_put_if_absent(open_store(store))
-    except StoreRefused as error:
-        raise ConfigError(str(error)) from error
-    except StoreUnavailable as error:
-        print(f"elastic-trainer: {plain_text(error)}",
-              "The run starts, and its workers try the store repeatedly. If the store cannot "
-              "answer, press Ctrl-C and correct --store or the cloud's variables.", sep="\n",
-              file=sys.stderr, flush=True)
 
 
 def end_of(path: Path) -> str:
