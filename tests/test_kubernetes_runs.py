@@ -25,6 +25,7 @@ Twin = Callable[..., str]
 JOB = ("--steps", "220", "--step-s", "0.35", "--checkpoint-every", "10")
 LONG_JOB = ("--steps", "800", "--step-s", "0.35", "--checkpoint-every", "10")
 """More than the story needs, unless the machine is slow: `finish` ends it."""
+LARGE = ("torch", "numpy")
 QUEUE = """
 apiVersion: kueue.x-k8s.io/v1beta1
 kind: ResourceFlavor
@@ -68,7 +69,9 @@ def pods(lab: Lab, folder: Path, job: Sequence[str], **given: Any) -> Iterator[P
 def test_an_evicted_pod_loses_nothing_and_a_deleted_one_the_step_in_flight(
         lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
     """The Job replaces both, and the run goes on with the pods that it has. When it is finished,
-    both Jobs are complete, and no pod is left."""
+    both Jobs are complete, and no pod is left. The run's events are lines of JSON on the stdout of
+    a container, and those that an operator must see are Events of Kubernetes. No process of the
+    coordinator has a large library in memory."""
     with pods(lab, tmp_path, JOB, workers=4, nodes=7) as fleet:
         fleet.forms(4)
         fleet.wait_for_step(3)
@@ -82,10 +85,13 @@ def test_an_evicted_pod_loses_nothing_and_a_deleted_one_the_step_in_flight(
         fleet.delete_at_once(deleted)
         fleet.forms(3)
         fleet.forms(4)
+        assert fleet.libraries(("orjson", *LARGE)) == {"orjson"}
         assert fleet.finish() == 0
         result = fleet.assert_nothing_lost(twin_of(*JOB), victims=1)
         fleet.wait_for_no_pod()
-        print(fleet.story())
+        assert {"run.started", "run.finished"} <= {event["event"] for event in fleet.printed()}
+        print(fleet.story(), fleet.told())
+        assert {"RunStarted", "RunFinished"} <= fleet.told().keys()
     assert result["attempts"] == 1
     assert result["steps_redone"] <= 1
 
