@@ -158,12 +158,14 @@ def test_a_run_lives_through_what_kubernetes_does_to_its_pods(lab: Lab, tmp_path
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("variant", ["base", "deployment"])
 def test_a_node_that_loses_its_power_costs_the_step_in_flight_and_comes_back_under_its_name(
-        lab: Lab, tmp_path: Path, twin_of: Twin) -> None:
+        lab: Lab, tmp_path: Path, twin_of: Twin, variant: str) -> None:
     """Nobody tells. The driver notices it before Kubernetes does, and the others go on. Kubernetes
     then marks the node, which is no reason to touch another pod. When the node is back, its Job
-    replaces the pod. If the node is deleted, as a cloud does it, the pod is replaced elsewhere."""
-    with pods(lab, tmp_path, LONG_JOB, workers=4, nodes=5) as fleet:
+    replaces the pod. A Deployment's pod starts again instead, with the same uid and another
+    address. The pod of a node that is deleted, as a cloud does it, is replaced elsewhere."""
+    with pods(lab, tmp_path, LONG_JOB, workers=4, nodes=5, variant=variant) as fleet:
         fleet.forms(4)
         fleet.wait_for_step(3)
         name, kubelet = fleet.workers()[0], fleet.kubelet
@@ -178,7 +180,7 @@ def test_a_node_that_loses_its_power_costs_the_step_in_flight_and_comes_back_und
         fleet.wait_for_step(fleet.newest_step() + 3)
         kubelet.boot(node)
         fleet.forms(4)
-        assert name not in fleet.workers(), fleet.story()
+        assert (name in fleet.workers()) == (variant == "deployment"), fleet.story()
         fleet.wait_for_step(fleet.newest_step() + 3)
         kubelet.add("spare")
         gone = fleet.workers()[1]
@@ -197,6 +199,8 @@ def test_a_node_that_loses_its_power_costs_the_step_in_flight_and_comes_back_und
             name, gone], fleet.story()
         assert {one["host"] for one in lost if one["reason"] == "boot_failed"} <= {*frozen}
         result = fleet.assert_nothing_lost(twin_of(*LONG_JOB), victims=len(lost))
+        if variant == "deployment":
+            fleet.kubectl("delete", "deployment", "workers", "--wait=false")
         fleet.wait_for_no_pod()
         print(fleet.story())
     assert (result["attempts"], result["steps_redone"] <= 2) == (1, True)
