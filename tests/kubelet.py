@@ -118,7 +118,9 @@ class Kubelet(threading.Thread):
             self.kubernetes("POST", "/api/v1/nodes", {"metadata": {"name": node, "labels": {
                 "node.kubernetes.io/instance-type": "lab", "topology.kubernetes.io/zone": "z1"}}})
             self._report_ready(node)
-            self.kubernetes("POST", LEASES, {"metadata": {"name": node}})
+            # The controller never takes a renewal for one if it has seen the lease without a time
+            # (node_lifecycle_controller.go, updateNodeHealth): the node is lost after 50 s.
+            self.kubernetes("POST", LEASES, {"metadata": {"name": node}, "spec": lease(node)})
             self.nodes.add(node)
 
     def remove(self, node: str) -> None:
@@ -151,10 +153,9 @@ class Kubelet(threading.Thread):
 
     def _turn(self) -> None:
         if time.monotonic() - self._beat_at > HEARTBEAT_S:
-            self._beat_at, now = time.monotonic(), utc().replace("Z", ".000000Z")
+            self._beat_at = time.monotonic()
             for node in self.nodes - self.lost:
-                self.kubernetes("PATCH", f"{LEASES}/{node}", {"spec": {
-                    "holderIdentity": node, "leaseDurationSeconds": 40, "renewTime": now}}, MERGE)
+                self.kubernetes("PATCH", f"{LEASES}/{node}", {"spec": lease(node)}, MERGE)
         pods = self.kubernetes("GET", self.path)["items"]
         for pod in pods:
             self._serve(pod)
@@ -386,6 +387,12 @@ def field_of(pod: Any, path: str) -> str:
     for name in path.split("."):
         value = value[name]
     return str(value)
+
+
+def lease(node: str) -> dict[str, Any]:
+    """Return the specification of a node's lease, renewed now."""
+    return {"holderIdentity": node, "leaseDurationSeconds": 40,
+            "renewTime": utc().replace("Z", ".000000Z")}
 
 
 def utc() -> str:
