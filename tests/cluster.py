@@ -45,6 +45,9 @@ SEATS = 3
 then."""
 HASTY_SEATS = 2
 """What a run takes that has the time limits of a user's, as those of the lab have."""
+MILESTONES = ("attempt.", "discovery.", "driver.generation_formed", "driver.host_",
+              "driver.stopped", "driver.worker_")
+"""The events of the whole run that a failed test shows, beside the last of all kinds."""
 _turns: list[list[IO[bytes]]] = []
 
 
@@ -310,12 +313,14 @@ class Cluster:
 
     def story(self) -> str:
         """Return what a person needs to see when a test fails."""
-        events = [{name: value for name, value in event.items() if name not in ("run", "time")}
-                  for event in self.events() if event["event"] != "worker.step_committed"]
+        events = [event for event in self.events() if event["event"] != "worker.step_committed"]
+        shown = [e for e in events[:-40] if e["event"].startswith(MILESTONES)][-80:] + events[-40:]
+        told = [f"{event['time'] - events[0]['time']:7.1f} s " + json.dumps(
+            {name: value for name, value in event.items() if name not in ("run", "time")})[:300]
+                for event in shown]
         log = self.folder / "output.log"
         output = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return "\n".join(["the events:", *(json.dumps(event)[:300] for event in events[-40:]),
-                          "the output:", *output[-30:]])
+        return "\n".join(["the events:", *told, "the output:", *output[-30:]])
 
     def malformed(self) -> list[str]:
         """Return the flaws of the run's events, and the driver's reasons to refuse what workers

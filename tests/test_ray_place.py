@@ -16,7 +16,15 @@ from elastic_trainer.commands.command import main
 from elastic_trainer.config import ConfigError
 from elastic_trainer.discovery.place_protocol import PlaceUnavailable
 from elastic_trainer.discovery.places.ray import AgentLife, Nodes, Ray, instances_of
-from elastic_trainer.ray.job import Job, job_of, refusal_of, require_room, require_same
+from elastic_trainer.ray.job import (
+    WAITS_S,
+    Job,
+    job_of,
+    refusal_of,
+    remark_on,
+    require_room,
+    require_same,
+)
 from elastic_trainer.ray.kept import Kept
 
 TWO = Nodes(alive={"a" * 56: "10.0.0.1", "b" * 56: "10.0.0.2"})
@@ -99,6 +107,33 @@ def test_more_workers_than_the_cluster_can_ever_have_are_refused() -> None:
     require_room(job(workers=(2, 8)), nodes, None, waits=False)
     with pytest.raises(ConfigError, match="no node has the resource 'TPU'"):
         require_room(job(resources_per_worker={"TPU": 1}), nodes, None, waits=False)
+
+
+@pytest.mark.parametrize(("workers", "per_agent", "agents", "says"), [
+    ((1, 8), 1, 0, "No node has room for a worker (an agent needs {'GPU': 1.0}). The run waits"),
+    ((3, 8), 1, 2, "The nodes have room for 2 of the fewest 3 workers (an agent needs"),
+    ((4, 8), 2, 1, "The nodes have room for 2 of the fewest 4 workers (an agent needs {'GPU': 2.0"),
+    ((4, 8), 2, 2, ""), ((1, 8), 1, 3, "")])
+def test_a_run_that_waits_for_nodes_says_so_once_a_minute(
+        workers: tuple[int, int], per_agent: int, agents: int, says: str) -> None:
+    """Until the fewest workers have room, also after it has lost nodes."""
+    asked = job(workers=workers, workers_per_agent=per_agent)
+    state = {"faults": [], "agents": agents}
+    assert remark_on(state, asked, "", WAITS_S) == ""
+    due = remark_on(state, asked, "", WAITS_S + 1)
+    assert due.startswith(says) and bool(due) == bool(says)
+    assert not due or "ray status" in due
+    assert remark_on(state, asked, due, WAITS_S + 1) == due
+
+
+def test_an_agent_that_cannot_run_is_named_once_and_no_lack_of_room() -> None:
+    """Another fault is told at once."""
+    state = {"faults": ["pip: no such package"], "agents": 0}
+    told = remark_on(state, job(), "", 0.0)
+    assert told == "Ray cannot run an agent: pip: no such package"
+    assert remark_on(state, job(), told, WAITS_S + 1) == ""
+    other = state | {"faults": ["no space left"]}
+    assert remark_on(other, job(), told, 0.0) == "Ray cannot run an agent: no space left"
 
 
 def test_another_cluster_s_version_and_an_absent_one_name_the_remedy() -> None:

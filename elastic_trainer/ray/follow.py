@@ -35,6 +35,7 @@ from elastic_trainer.ray.job import (
     NAMESPACE,
     Job,
     refusal_of,
+    remark_on,
     require_room,
     require_same,
 )
@@ -51,8 +52,6 @@ HEAD = "node:__internal_head__"
 LOST_S = 60.0
 """The time without an answer after which another process connects anew: a head that was restarted
 knows nothing of this one."""
-WAITS_S = 60.0
-"""The interval in which it is said that no worker has a node."""
 
 
 def main() -> int:
@@ -151,7 +150,7 @@ def follow(job: Job, actor: Any) -> int | None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopping.set())
     say(f"The run {job.name} is on Ray. Ctrl-C stops it; the same command resumes it.")
-    said, said_at, answered_at = "", time.monotonic(), time.monotonic()
+    told, told_at, answered_at = "", time.monotonic(), time.monotonic()
     while time.monotonic() - answered_at < LOST_S:
         if stopping.is_set():
             with suppress(RayError):
@@ -165,15 +164,9 @@ def follow(job: Job, actor: Any) -> int | None:
             with suppress(RayError):
                 ray.kill(actor, no_restart=True)
             return int(state["exit_code"])
-        fault = (state or {}).get("faults") or [""]
-        is_waiting = state is not None and not state["agents"]
-        if fault[0] and fault[0] != said:
-            said = fault[0]
-            say(f"Ray cannot run an agent: {said[:600]}")
-        elif is_waiting and time.monotonic() - said_at > WAITS_S:
-            say(f"No node has room for a worker ({dict(job.of_agent())}). The run waits, and Ray's "
-                f"autoscaler knows it; `ray status` shows what it does.")
-            said_at = time.monotonic()
+        if state and (sentence := remark_on(state, job, told, time.monotonic() - told_at)):
+            told, told_at = sentence, time.monotonic()
+            say(sentence)
         time.sleep(LOOK_S)
     return None
 

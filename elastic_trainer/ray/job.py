@@ -24,6 +24,8 @@ PACKAGE_FOLDER = "/runtime_resources/working_dir_files/"
 """Where Ray unpacks a job's working_dir. Ray deletes that folder after the job."""
 WEEK_S = 604800
 """How long an attempt waits for a host: a week without capacity is no failure."""
+WAITS_S = 60.0
+"""How often the user reads that a run waits for nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,3 +186,20 @@ def require_same(job: Job, state: Mapping[str, Any] | None) -> None:
         raise ConfigError(f"Ray runs {job.name} already, with another {differs[0]}: "
                           f"{getattr(there, differs[0])!r}. Use another name (--run), or stop that "
                           f"run first with Ctrl-C where it was submitted.")
+
+
+def remark_on(state: Mapping[str, Any], job: Job, told: str, told_s: float) -> str:
+    """Return the sentence that is due on how a run stands; "": none.
+
+    `state` is the coordinator's answer, `told` the last sentence, and `told_s` its age.
+    """
+    if state["faults"]:
+        sentence = f"Ray cannot run an agent: {state['faults'][0][:600]}"
+        return sentence if sentence != told else ""
+    room = state["agents"] * job.workers_per_agent
+    if room >= job.least or told_s <= WAITS_S:
+        return ""
+    found = (f"The nodes have room for {room} of the fewest {job.least} workers" if room
+             else "No node has room for a worker")
+    return (f"{found} (an agent needs {job.of_agent()}). The run waits, and Ray's autoscaler knows "
+            f"it; `ray status` shows what it does.")
