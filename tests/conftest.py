@@ -193,16 +193,6 @@ def turn() -> Iterator[None]:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    """Wait until no other process of tests has workers on this machine."""
-    from cluster import SEATS, end_turn, take_turn
-
-    take_turn(SEATS)
-    yield
-    end_turn()
-
-
-@pytest.fixture
 def lab(tmp_path: Path) -> Iterator[Lab]:
     """A lab without hosts."""
     import netlab

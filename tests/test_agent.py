@@ -37,6 +37,7 @@ from elastic_trainer.discovery.places.ec2_metadata import Metadata
 from elastic_trainer.discovery.poll import Poller
 from elastic_trainer.driver import standby_shim as shim
 from elastic_trainer.host.processes import SHORT_NAME
+from elastic_trainer.host.remote import AGENT
 from elastic_trainer.host.standbys import FOLDER_VARIABLE, standby_folder, waiting_in
 from elastic_trainer.wire.gate import SPARE
 from elastic_trainer.wire.seal import Kind, seal
@@ -86,9 +87,10 @@ def key(tmp_path: Path) -> Path:
 @contextmanager
 def agent_process(key: Path, *more: str, bind: str = "127.0.0.1"
                   ) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Run the command; yields the process and its port."""
+    """Run the command; yields the process and its port. It counts only workers that it has started
+    (`worker`): another one would wait for those of all runs on this machine, and end them."""
     command = [sys.executable, "-m", "elastic_trainer.discovery", "agent", "--bind", bind, "--port",
-               "0", "--key-file", str(key), "--folder", str(key.parent), *more]
+               "0", "--key-file", str(key), "--folder", str(key.parent), "--starts-workers", *more]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
@@ -431,7 +433,6 @@ class TwoHosts:
         """Return that it is unknown."""
 
 
-@pytest.mark.usefixtures("alone")  # an agent counts all workers of the machine
 def test_a_notice_takes_the_host_off_the_list_within_a_poll(
         metadata: MetadataServer, key: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A real agent process sees it, the poller reads it, the file loses the host; the table shows
@@ -460,10 +461,11 @@ def test_a_notice_takes_the_host_off_the_list_within_a_poll(
 
 
 @contextmanager
-def worker(name: str, script: str = "echo; exec sleep 60", **how: Any
+def worker(name: str, script: str = "echo; exec sleep 60", agent: str = "", **how: Any
            ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process group with a worker's name, whose environment is there."""
-    env = {"ELASTIC_TRAINER_WORKER": name}
+    """A process group with a worker's name, whose environment is there, and with that of the agent
+    that has started it."""
+    env = {"ELASTIC_TRAINER_WORKER": name, AGENT: agent}
     with subprocess.Popen(["/bin/sh", "-c", script], stdout=subprocess.PIPE, cwd="/", env=env,
                           start_new_session=True, **how) as process:
         try:
@@ -473,13 +475,12 @@ def worker(name: str, script: str = "echo; exec sleep 60", **how: Any
             os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.usefixtures("alone")  # an agent counts all workers of the machine
 def test_sigterm_drains_the_host(key: Path) -> None:
     """Whoever stops the machine stops its services first; without workers the agent ends at
     once."""
     with agent_process(key, "--no-metadata") as (process, port):
         assert ask(f"127.0.0.1:{port}", KEY, PATIENCE_S).state == "ready"
-        with worker("host/0/1") as one:
+        with worker("host/0/1", agent=f"127.0.0.1:{port}") as one:
             wait_for("environment", Path(f"/proc/{one.pid}/environ").read_bytes)
             process.send_signal(signal.SIGTERM)
             until(lambda: ask(f"127.0.0.1:{port}", KEY, PATIENCE_S).state == "draining")
@@ -530,26 +531,22 @@ def test_the_agent_s_end_is_as_its_place_wants_it(tmp_path: Path, key: Path) -> 
            "sys.exit(code)"
     options = ["agent", "--bind", "127.0.0.1", "--port", "0", "--key-file", key, "--folder",
                tmp_path, "--no-metadata", "--grace", "40", "--stop-reason", "the pod gets SIGTERM",
-               "--stopped-exit-code", "75"]
-    worker = os.environ | {"ELASTIC_TRAINER_WORKER": "a/0/1"}
+               "--stopped-exit-code", "75", "--starts-workers"]
     with subprocess.Popen([sys.executable, "-c", code, *map(str, options)], cwd=ROOT, text=True,
-                          stdout=subprocess.PIPE) as process, \
-            subprocess.Popen(["sleep", "1000"], env=worker) as sleeper:
+                          stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout
             address = f"127.0.0.1:{process.stdout.readline().strip()}"
-            before = time.time()
-            process.send_signal(signal.SIGTERM)
-            wait_for("drain", lambda: ask(address, read_key(key), 5.0).state == "draining")
-            answer = ask(address, read_key(key), 5.0)
-            assert answer.why == "the pod gets SIGTERM" and not answer.for_good
-            assert answer.deadline and before + 40 <= answer.deadline <= time.time() + 40
-            sleeper.kill()
-            sleeper.wait()
+            with worker("a/0/1", agent=address):
+                before = time.time()
+                process.send_signal(signal.SIGTERM)
+                wait_for("drain", lambda: ask(address, read_key(key), 5.0).state == "draining")
+                answer = ask(address, read_key(key), 5.0)
+                assert answer.why == "the pod gets SIGTERM" and not answer.for_good
+                assert answer.deadline and before + 40 <= answer.deadline <= time.time() + 40
             assert process.wait(120) == 75 and process.stdout.read() == "set()\n"
         finally:
             process.kill()
-            sleeper.kill()
 
 
 # --- its workers ----------------------------------------------------------------------------------
