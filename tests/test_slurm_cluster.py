@@ -54,8 +54,8 @@ def test_slurm_preempts_requeues_and_loses_a_node(lab: Lab, tmp_path: Path,
                                                   twin_of: Twin) -> None:
     """A preempted task leaves in its grace with nothing lost, is requeued, and joins again under
     another name. A node without power costs the step in flight. The coordinator is a job, and its
-    end ends the tasks. A partition that is not there is one sentence, and nothing is submitted. A
-    poller that Slurm does not accept, because there is no munged, ends with one, too."""
+    end ends the tasks. A partition that is not there is one sentence, and so are tasks of several
+    nodes: nothing is submitted. A poller that Slurm does not accept, because there is no munged, ends with one, too."""
     cluster = {"spot": THREE, "cpu": ["h9"]}
     with Slurm(lab, tmp_path / "slurm", cluster) as slurm:
         fleet = SlurmFleet(slurm, tmp_path / "fleet", tasks=["--array=0-2", "--partition=spot"],
@@ -63,6 +63,8 @@ def test_slurm_preempts_requeues_and_loses_a_node(lab: Lab, tmp_path: Path,
         refused = fleet.submit("--array=0-2", "--partition=sopt", "--", "true", check=False)
         assert refused == ("submit: Slurm refuses it: Invalid partition name specified. "
                            "List the partitions: sinfo -s")
+        refused = fleet.submit("-N2", "--array=0-2", "--partition=spot", "--", "true", check=False)
+        assert refused.startswith("submit: --nodes is 2, but each task of the array is one node")
         assert not slurm.call("squeue", "-h")
         elsewhere = tmp_path / "without-munged.conf"
         elsewhere.write_text(Path(slurm.env["SLURM_CONF"]).read_text().replace("munge.sock", "no"))

@@ -25,6 +25,10 @@ shift
 options=()
 while (($#)) && [[ $1 != -- ]]; do options+=("$1"); shift; done
 [[ " ${options[*]-} " =~ \ (--array[= ]|-a) ]] || die "--array is missing. $usage"
+if [[ " ${options[*]-} " =~ \ (--nodes[= ]|-N\ ?)([^ ]+)\  && ${BASH_REMATCH[2]} != 1 ]]; then
+    die "--nodes is ${BASH_REMATCH[2]}, but each task of the array is one node, which joins and" \
+        "leaves alone. Leave --nodes out, and ask for as many tasks: --array=0-7 has 8 nodes."
+fi
 (($# < 1)) || shift
 [[ ${1--} == -* ]] || set -- -- "$@"   # a command without options of the launcher
 
