@@ -153,6 +153,10 @@ class Poller:
         decision = decide(self.instances, self._ask_agents(pool), history, self.clock(),
                           self.policy)
         self.history = decision.history
+        if self.question.failures and leaving(former) != leaving(self.history):
+            # Until the place answers, a task that Slurm starts again has the name of its past, and
+            # leaves once more when it does. The back-off is up to a minute.
+            self.question.hasten()
         if not is_fresh:  # only the cloud's next answer settles a doubt
             self.history = replace(self.history, doubted=doubted)
         elif self.history.doubted:
@@ -318,6 +322,11 @@ class Poller:
             append_event(self.events_file, event, **facts)
         except OSError as error:
             self._complain(f"{self.events_file} cannot be written, and lacks {event}: {error}")
+
+
+def leaving(history: History) -> set[str]:
+    """Return the hosts that leave by the report of their own agents, or by a notice."""
+    return {identity for identity, past in history.past.items() if past.leaves}
 
 
 def known_at(history: History, instances: Sequence[Instance], heard_at: Mapping[str, float],

@@ -37,6 +37,11 @@ class CloudQuestion(Generic[Answer]):
         self.pending: Future[Answer] | None = None
         self._asked_at = -math.inf
 
+    def hasten(self) -> None:
+        """Ask at the next turn, in a back-off too, unless an answer is still to come."""
+        if self.pending is None:
+            self._asked_at = -math.inf
+
     def answer(self) -> Answer | None:
         """Ask, if it is due; return the answer if there is one now. Raises PlaceUnavailable."""
         now = self.clock()

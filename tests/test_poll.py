@@ -278,6 +278,32 @@ def test_a_cloud_that_fails_is_asked_with_back_off(story: Make) -> None:
     assert pauses(69, s.fleet) == [60.0, 5.0, 5.0, 5.0]
 
 
+def test_a_cloud_that_failed_is_asked_at_once_when_an_agent_stops_or_comes_back(
+        story: Make) -> None:
+    """The place may answer again, and give that host another name. The stop costs one question."""
+    s, asked = story(2, interval_s=5.0), list[float]()
+    s.poll()
+
+    def instances() -> list[Instance]:
+        asked.append(s.now)
+        raise SILENT
+
+    s.cloud.answer = instances
+    for _ in range(80):  # the back-off is 40 s then
+        s.poll()
+    del asked[:]
+    stopped_at = s.now + 1
+    s.agent(2).drain("Slurm ends its task", None, for_good=False)
+    for _ in range(5):
+        s.poll()
+    assert asked == [stopped_at + 1]
+    s.stop_agent(2)
+    s.start_agent(2)
+    for _ in range(5):
+        s.poll()
+    assert asked == [stopped_at + 1, stopped_at + 6]
+
+
 def test_a_notice_reaches_the_file_when_the_event_log_cannot_be_written(
         story: Make, capfd: pytest.CaptureFixture[str]) -> None:
     """A full disk."""

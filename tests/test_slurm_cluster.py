@@ -55,7 +55,8 @@ def test_slurm_preempts_requeues_and_loses_a_node(lab: Lab, tmp_path: Path,
     """A preempted task leaves in its grace with nothing lost, is requeued, and joins again under
     another name. A node without power costs the step in flight. The coordinator is a job, and its
     end ends the tasks. A partition that is not there is one sentence, and so are tasks of several
-    nodes: nothing is submitted. A poller that Slurm does not accept, because there is no munged, ends with one, too."""
+    nodes: nothing is submitted. A poller that Slurm does not accept, because there is no munged,
+    ends with one, too."""
     cluster = {"spot": THREE, "cpu": ["h9"]}
     with Slurm(lab, tmp_path / "slurm", cluster) as slurm:
         fleet = SlurmFleet(slurm, tmp_path / "fleet", tasks=["--array=0-2", "--partition=spot"],
