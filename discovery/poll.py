@@ -153,9 +153,7 @@ class Poller:
         decision = decide(self.instances, self._ask_agents(pool), history, self.clock(),
                           self.policy)
         self.history = decision.history
-        if self.question.failures and leaving(former) != leaving(self.history):
-            # Until the place answers, a task that Slurm starts again has the name of its past, and
-            # leaves once more when it does. The back-off is up to a minute.
+        if leaving(former) != leaving(self.history):
             self.question.hasten()
         if not is_fresh:  # only the cloud's next answer settles a doubt
             self.history = replace(self.history, doubted=doubted)

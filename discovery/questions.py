@@ -38,8 +38,12 @@ class CloudQuestion(Generic[Answer]):
         self._asked_at = -math.inf
 
     def hasten(self) -> None:
-        """Ask at the next turn, in a back-off too, unless an answer is still to come."""
-        if self.pending is None:
+        """End a back-off: the place has news of a host.
+
+        Until it answers, a task that Slurm starts again has the name of its past, and when it does,
+        the task leaves once more.
+        """
+        if self.failures and self.pending is None:
             self._asked_at = -math.inf
 
     def answer(self) -> Answer | None:

@@ -114,7 +114,7 @@ def test_more_workers_than_the_cluster_can_ever_have_are_refused() -> None:
     ((3, 8), 1, 2, "The nodes have room for 2 of the fewest 3 workers (an agent needs"),
     ((4, 8), 2, 1, "The nodes have room for 2 of the fewest 4 workers (an agent needs {'GPU': 2.0"),
     ((4, 8), 2, 2, ""), ((1, 8), 1, 3, "")])
-def test_a_run_that_waits_for_nodes_says_so_once_a_minute(
+def test_a_run_that_waits_for_nodes_shows_it_once_a_minute(
         workers: tuple[int, int], per_agent: int, agents: int, says: str) -> None:
     """Until the fewest workers have room, also after it has lost nodes."""
     asked = job(workers=workers, workers_per_agent=per_agent)
