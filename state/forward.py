@@ -31,6 +31,7 @@ import copy
 import zlib
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +43,7 @@ from elastic_trainer.state.values.names import Table, named_buffers, named_param
 from elastic_trainer.state.values.supported import BUFFERS_STAY, moved_buffers, some
 
 SUFFIX = "_extra_state"
+SHAPE, DTYPE, TRAINING = attrgetter("shape"), attrgetter("dtype"), attrgetter("training")
 
 
 class InFlight(Protocol):
@@ -73,8 +75,8 @@ class ModelBuffers:
         self._outlined: list[Any] = []
         self._kept: dict[str, torch.Tensor] = {}
         """Memory for the values of a step's begin."""
-        self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
-        """The buffers and that memory, those of one type together."""
+        self._pairs: list[tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Size]]] = []
+        """The buffers, that memory and its shapes, those of one type together."""
         self.before: dict[str, torch.Tensor] = {}
         """The values of the step's begin; empty if no step is in flight."""
         self.left: list[dict[str, torch.Tensor]] = []
@@ -120,13 +122,13 @@ class ModelBuffers:
         self._kept = {name: torch.empty_like(b, requires_grad=False) for name, b in named.items()}
         self._outlined = self._outline()
         self._pairs = [([named[name] for name in group.names],
-                        [self._kept[name] for name in group.names])
+                        kept := [self._kept[name] for name in group.names], [*map(SHAPE, kept)])
                        for group in groups_of(named, named)]
         if self.before:
             self.begin()
 
     def _outline(self) -> list[Any]:
-        return [*[one.shape for one in self._all], *[one.dtype for one in self._all]]
+        return [*map(SHAPE, self._all), *map(DTYPE, self._all)]
 
     def now(self) -> dict[str, torch.Tensor]:
         """Return the buffers that the model has now, by name."""
@@ -140,16 +142,15 @@ class ModelBuffers:
             return {}
         return moved_buffers(self.before, now)
 
-    def marks(self) -> list[tuple[torch.Tensor, int]]:
-        """Return the tensors that are the model's buffers now, and their versions."""
-        now = self._all if self._table.has_same() else list(named_buffers(self._model).values())
-        return [(one, one._version) for one in now]
+    def held(self) -> list[torch.Tensor]:
+        """Return the tensors that are the model's buffers now."""
+        return self._all if self._table.has_same() else list(named_buffers(self._model).values())
 
     def begin(self) -> None:
         self.settle()
         self.before = dict(self._kept)
         with torch.no_grad():
-            for buffers, kept in self._pairs:
+            for buffers, kept, _ in self._pairs:
                 torch._foreach_copy_(kept, buffers)
 
     def settle(self) -> None:
@@ -203,11 +204,11 @@ class ModelBuffers:
     def reset(self) -> None:
         self.settle()
         self._put_back_replaced()
-        for buffers, kept in self._pairs if self.before else ():
-            if [one.shape for one in buffers] != [one.shape for one in kept]:
+        for buffers, kept, shapes in self._pairs if self.before else ():
+            if [*map(SHAPE, buffers)] != shapes:
                 # A forward pass has resized one. That is an error, which is raised after this.
-                for buffer, was in zip(buffers, kept, strict=True):
-                    buffer.resize_(was.shape)
+                for buffer, shape in zip(buffers, shapes, strict=True):
+                    buffer.resize_(shape)
             torch._foreach_copy_(buffers, kept)
 
     def _put_back_replaced(self) -> list[tuple[str, torch.Tensor]]:
@@ -248,6 +249,7 @@ class Modes:
         for name, module in model.named_modules():
             self._modules.setdefault(plain(name), []).append(module)
         self._last = [modules[-1] for modules in self._modules.values()]
+        self._are_single = len(self._last) == sum(map(len, self._modules.values()))
         self._before: list[bool] = []
         """The modes of the step's begin; empty if no step is in flight."""
         self._ended: list[bool] = []
@@ -257,7 +259,7 @@ class Modes:
         workers before the vote."""
 
     def _now(self) -> list[bool]:
-        return [module.training for module in self._last]
+        return list(map(TRAINING, self._last))
 
     def begin(self) -> None:
         self._before, self.after = self._now(), []
@@ -296,7 +298,9 @@ class Modes:
         self._set(modes)
 
     def _set(self, modes: list[bool]) -> None:
-        for modules, mode in zip(self._modules.values(), modes, strict=False):
+        if not modes or self._are_single and self._now() == modes:
+            return
+        for modules, mode in zip(self._modules.values(), modes, strict=True):
             for module in modules:
                 if module.training != mode:  # setting it takes longer than this comparison
                     module.training = mode

@@ -17,6 +17,7 @@ from test_same_bits import Scaled
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
+from elastic_trainer.reduce.gradient_sums import ParametersWritten
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.values.layout import LayoutError, byte_ranges, decode
 
@@ -49,6 +50,32 @@ def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> No
     reference = scaled()
     trained(reference, until="1 step")
     assert all(kept(model) == kept(reference) for model in models)
+
+
+class WritesWeights(Scaled):
+    """Extra state that is put back with a write to a parameter."""
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        with torch.no_grad():
+            self.weight.add_(0.0)
+
+
+def test_extra_state_that_writes_to_a_parameter_when_it_is_put_back_is_no_misuse() -> None:
+    """The writes of a batch are: the parameters are looked at before it is put back, and noted
+    again after it."""
+    model, steps = built(WritesWeights()), list[int]()
+    model[2].weight = torch.nn.Parameter(torch.ones(()))
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        if len(steps) == 2:
+            with torch.no_grad():
+                model[0].weight.mul_(0.9)
+        return mse(model, batch) + model[2].weight
+
+    with pytest.raises(ParametersWritten, match=r"0\.weight"):
+        trained(model, loss=loss, after_step=steps.append)
+    assert steps == [0, 1]
 
 
 def test_a_newcomer_has_the_extra_state_when_it_has_received_the_state() -> None:

@@ -126,6 +126,30 @@ def test_a_later_step_that_changes_weights_is_an_error() -> None:
     assert steps == [0, 1]
 
 
+@pytest.mark.parametrize("isolates", [False, True])
+@pytest.mark.parametrize("microbatch", [0, 3])
+def test_one_micro_batch_that_changes_weights_is_an_error_of_its_step(
+        microbatch: int, isolates: bool) -> None:
+    """The step is looked at once, at its end: whichever micro-batch it was, and also if all of them
+    run again after it, because it has written to `.grad`, too, and write nothing then."""
+    model, steps, calls = built(), list[int](), [0]
+
+    def loss(model: Model, batch: Any) -> torch.Tensor:
+        if len(steps) == 2:
+            calls[0] += 1
+        if calls[0] == microbatch + 1:
+            calls[0] = 100
+            with torch.no_grad():
+                next(model.parameters()).mul_(0.9)
+            if isolates:
+                mse(model, batch).backward()
+        return mse(model, batch)
+
+    with pytest.raises(ParametersWritten, match=r"0\.weight"):
+        trained(model, loss=loss, after_step=steps.append)
+    assert steps == [0, 1] and calls[0] >= 100
+
+
 def test_an_optimizer_that_steps_in_the_backward_pass_is_an_error() -> None:
     """As hooks that save the gradients' memory do."""
     model = built()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,10 +62,7 @@ class Watch:
         found: Look = {}
         left_out = set(map(id, self.registered()))
         for root, value in self._roots.items():
-            for path, one in _walk(value, "", DEEPEST, left_out):
-                found[f"{path.removeprefix('.')} of {root}"] = one
-                if len(found) == MOST_SEEN:
-                    return found
+            _note(found, value, "", f" of {root}", DEEPEST, left_out)
         return found
 
     def notice(self) -> None:
@@ -110,21 +108,22 @@ def _text(value: Any) -> str:
         f"a {type(value).__name__}")
 
 
-def _walk(value: Any, path: str, depth: int, left_out: Container[int]) -> Iterator[tuple[str, Any]]:
-    if id(value) in left_out:
+def _note(found: Look, value: Any, path: str, of: str, depth: int,
+          left_out: Container[int]) -> None:
+    """Add what an attribute is, and what is in it."""
+    if id(value) in left_out or len(found) == MOST_SEEN:
         return
     if value is None or isinstance(value, PLAIN):
-        yield path, (value if value == value else None,)
+        found[path[1:] + of] = (value if value == value else None,)
         return
     if isinstance(value, torch.Tensor):
         if not (value.requires_grad or value.is_inference()):
-            yield path, (value, value._version)
+            found[path[1:] + of] = (value, value._version)
         return
     if path:
-        yield path, (value, 0)
-    parts = _parts(value) if depth else ()
-    for name, one in parts:
-        yield from _walk(one, f"{path}.{name}", depth - 1, left_out)
+        found[path[1:] + of] = (value, 0)
+    for name, one in _parts(value) if depth else ():
+        _note(found, one, f"{path}.{name}", of, depth - 1, left_out)
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -132,10 +131,9 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         if len(value) > MOST_ENTRIES:
             return ()
         return value.items() if isinstance(value, dict) else enumerate(value)
-    kind = type(value)
-    root = kind.__module__.partition(".")[0]
-    if root == "numpy" or isinstance(value, type) or (
-            root in sys.stdlib_module_names and root != "__main__"):
+    kind: type = type(value)
+    root = _package_of(kind)
+    if not root:
         return ()
     own: dict[str, Any] = getattr(value, "__dict__", {})
     if root == "elastic_trainer":
@@ -144,3 +142,12 @@ def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
         return [(name, one) for name, one in own.items()
                 if name not in ("_parameters", "_buffers", "training")]
     return own.items()
+
+
+@cache
+def _package_of(kind: type) -> str:
+    """Return the package of a class whose objects are looked into; "": they are not."""
+    root = kind.__module__.partition(".")[0]
+    is_tool = root == "numpy" or issubclass(kind, type) or (
+        root in sys.stdlib_module_names and root != "__main__")
+    return "" if is_tool else root

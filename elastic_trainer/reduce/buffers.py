@@ -33,6 +33,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import accumulate, pairwise, starmap
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,6 +52,7 @@ from elastic_trainer.state.values.names import plain
 from elastic_trainer.state.values.supported import some
 from elastic_trainer.world.collectives import World
 
+VERSION = attrgetter("_version")
 RULES = ("mean", "sum", "last")
 RUNNING = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -165,8 +168,10 @@ class Statistics:
                                                  if is_complex[one] == are_complex])]
         self._groups = sorted(groups, key=lambda group: group.is_whole)  # those last
         self._start = 1 + len(self._watched.names)
+        ends = [*accumulate((group.size for group in self._groups), initial=self._start)]
+        self._places = [*starmap(slice, pairwise(ends))]
         wholes = sum(group.size for group in self._groups if group.is_whole)
-        self.size = self._start + sum(group.size for group in self._groups)
+        self.size = ends[-1]
         """The number of elements of the flat buffer that the statistics need."""
         self._whole = slice(self.size - wholes, self.size)
         """Where the statistics hold changes of whole numbers."""
@@ -175,15 +180,13 @@ class Statistics:
     @torch.no_grad()
     def add(self, sums: torch.Tensor, weight: float, loss: torch.Tensor,
             before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], is_sum: bool) -> None:
-        """Add a micro-batch's loss and changes of the buffers, weighted. A loss that `is_sum` gets
-        no weight."""
-        loss = loss.detach().reshape(()).to(sums.device, torch.float32)
-        sums[0] += loss if is_sum else loss * weight
+        """Add a micro-batch's loss, a scalar, and changes of the buffers, weighted. A loss that
+        `is_sum` gets no weight."""
+        loss = loss.to(sums.device, torch.float32)
+        sums[:1].add_(loss if is_sum else loss * weight)
         self._begin(before)
-        at = self._start
-        for group in self._groups:
-            sums[at : at + group.size].add_(group.change(after, weight).to(sums.device))
-            at += group.size
+        for group, place in zip(self._groups, self._places, strict=True):
+            sums[place].add_(group.change(after, weight).to(sums.device))
         if self._watched.names:
             sums[1 : self._start].add_(self._watched.changed(after).to(sums.device))
 
@@ -212,10 +215,8 @@ class Statistics:
     def apply(self, sums: torch.Tensor, before: dict[str, torch.Tensor],
               buffers: dict[str, torch.Tensor]) -> None:
         self._begin(before)
-        at = self._start
-        for group in self._groups:
-            group.apply(sums[at : at + group.size], buffers)
-            at += group.size
+        for group, place in zip(self._groups, self._places, strict=True):
+            group.apply(sums[place], buffers)
 
 
 SMALL_BYTES = 1 << 18
@@ -227,10 +228,10 @@ class Watched:
     """Buffers without a rule: whether a micro-batch has changed them. A GPU is not waited for."""
 
     def __init__(self, buffers: dict[str, torch.Tensor]):
-        bits = {name: _bits(one) for name, one in buffers.items() if one.numel()}
-        small = [name for name, one in bits.items() if one.nbytes <= SMALL_BYTES]
-        self._groups, self._was = groups_of(bits, small), list[torch.Tensor]()
-        self._large = [name for name in bits if name not in small]
+        sizes = {name: one.nbytes for name, one in buffers.items() if one.numel()}
+        small = [name for name, size in sizes.items() if size <= SMALL_BYTES]
+        self._groups, self._was = groups_of(buffers, small), list[torch.Tensor]()
+        self._large = [name for name in sizes if name not in small]
         self.names = [*(name for group in self._groups for name in group.names), *self._large]
         self._before: dict[str, torch.Tensor] = {}
 
@@ -240,13 +241,16 @@ class Watched:
 
     @staticmethod
     def _flat(group: Group, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        return group.flat({name: _bits(tensors[name]) for name in group.names})
+        return _bits(group.flat(tensors))
 
     def changed(self, after: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return 1.0 for each buffer that has other bytes than at the step's begin, else 0.0."""
         found = list[torch.Tensor]()
         for group, was in zip(self._groups, self._was, strict=True):
-            differ = (self._flat(group, after) != was).to(torch.float32)
+            differ = self._flat(group, after) != was
+            if differ.dim() > 1:  # a complex number has two parts
+                differ = differ.any(1)
+            differ = differ.to(torch.float32)
             found += torch._foreach_norm(group.parts(differ), float("inf"))
         for name in self._large:
             was = self._before[name]
@@ -337,17 +341,18 @@ class BufferValues:
         self._mine: list[Values] = []
         self._names: list[str] = []
         self._groups: list[Group] = []
-        self._marks: list[tuple[torch.Tensor, int]] = []
+        self._marked: list[torch.Tensor] = []
+        self._versions: list[int] = []
 
     def begin(self, step: int) -> None:
         if self._of.keys() != self._buffers.named.keys():
             self._of = self._rules.of(self._buffers.named)
-        is_single = sum(bool(self._schedule.microbatch_positions(step, microbatch))
-                        for microbatch in range(self._schedule.microbatches)) == 1
+        is_single = self._schedule.parts(step) == 1
         self._mine, self._buffers.left = [], []
-        self._names = [name for name, rule in self._of.items()
-                       if is_single or rule not in (None, "mean")]
-        self._groups = groups_of(self._buffers.named, self._names)
+        names = [name for name, rule in self._of.items()
+                 if is_single or rule not in (None, "mean")]
+        if names != self._names:
+            self._names, self._groups = names, groups_of(self._buffers.named, names)
 
     def keep(self, after: Values) -> None:
         """Keep what a micro-batch's forward pass has left."""
@@ -360,17 +365,19 @@ class BufferValues:
     def note(self) -> None:
         """Note that the backward pass of a micro-batch is over. (It may have run a part of forward
         again.)"""
-        self._marks = self._buffers.marks()
+        self._marked = self._buffers.held()
+        self._versions = list(map(VERSION, self._marked))
 
     def check(self, replaced: list[tuple[str, torch.Tensor]]) -> None:
         """Raise RuntimeError if buffers were changed since the backward pass. `replaced` are the
         tensors that stand in the place of buffers now."""
-        if not replaced and all([tensor._version == version for tensor, version in self._marks]):
+        now = list(map(VERSION, self._marked))
+        if not replaced and now == self._versions:
             return
-        known = {id(tensor) for tensor, _ in self._marks}
+        known = set(map(id, self._marked))
         bad = [name for name, tensor in replaced if id(tensor) not in known] or [
-            name for name, (tensor, version) in zip(self._of, self._marks, strict=False)
-            if tensor._version != version]
+            name for name, version, was in zip(self._of, now, self._versions, strict=False)
+            if version != was]
         if bad:
             raise RuntimeError(
                 f"the buffer {bad[0]} was changed after step.backward(), where the step has taken "

@@ -5,7 +5,7 @@ micro-batches → here → reducer (in place) → here → optimizer, buffers, l
 count=…), step.log(acc=(hits, n)) → Tally → here → step.metrics
 
 One buffer: | micro-batches run | to be trained | statistics | used | tally | mark | gradients … |
-            |---- known before the backward pass -----|
+            |------------------------- the front ---------------------------|
 
 What always holds:
 1. There is a buffer for each type that any parameter has, trained or not. So all workers take part
@@ -175,8 +175,7 @@ class Layout:
     lengths: dict[torch.dtype, int]
     """Of each type, without the room after it."""
     statistics_start: int
-    early_stop: int
-    """What lies before is known before the backward pass. The counts of parameters used begin."""
+    used_start: int
     tally_start: int
     mark: int
     head_stop: int
@@ -189,8 +188,8 @@ def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statis
     statistics and for the tally."""
     members = [number for number, is_trained in enumerate(trained) if is_trained]
     statistics_start = 1 + len(parameters)
-    early_stop = statistics_start + statistics
-    tally_start = early_stop + len(parameters)
+    used_start = statistics_start + statistics
+    tally_start = used_start + len(parameters)
     mark = tally_start + tally
     head_stop = mark + 1
     lengths = {_sum_dtype(parameter.dtype): ALIGNED for parameter in parameters}
@@ -200,14 +199,21 @@ def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statis
         dtype, count = _sum_dtype(parameters[number].dtype), parameters[number].numel()
         places.append((dtype, lengths[dtype], lengths[dtype] + count))
         lengths[dtype] += count
-    return Layout(members, places, lengths, statistics_start, early_stop, tally_start, mark,
+    return Layout(members, places, lengths, statistics_start, used_start, tally_start, mark,
                   head_stop)
 
 
 class Sums(dict[torch.dtype, torch.Tensor]):
-    """A set of flat buffers by type, and a view of the gradient of each trained parameter."""
+    """A set of flat buffers by type, and views of what lies in them."""
 
     gradients: list[torch.Tensor]
+    """Of each trained parameter."""
+    counts: torch.Tensor
+    """The micro-batches run, and those in which each parameter was to be trained."""
+    statistics: torch.Tensor
+    used: torch.Tensor
+    tally: torch.Tensor
+    mark: torch.Tensor
 
 
 class Flat:
@@ -223,6 +229,8 @@ class Flat:
         self.tally = Tally()
         self.microbatches_run = 0
         """Micro-batches of the step in flight whose gradients are in the sums of this worker."""
+        self._uncounted = 0
+        """The newest of them, which all used the same parameters: no sum has these counts yet."""
         self._facts: HostCopy | Facts | None = None
         self.lay_out(self.gradients.trained_now())
 
@@ -241,8 +249,9 @@ class Flat:
         self.layout = laid_out(everyone, trained, self.statistics.size, self.tally.size)
         self._strides = [_stride(everyone[number]) for number in self.layout.members]
         self._one_run = torch.tensor([1.0, *map(float, trained)], device=self.device)
-        """What a micro-batch adds to the counts before its backward pass."""
+        """What a micro-batch adds to the counts."""
         self._used_in_one: tuple[list[int], torch.Tensor] | None = None
+        """What the newest micro-batch has used, and what it adds to the counts."""
         self.sums, self._facts = self.new_sums(), None
         self.gradients.lay_out(self.layout.members, self.sums.gradients)
 
@@ -253,6 +262,12 @@ class Flat:
         """Return a zeroed set of flat buffers, with room after for equal slices."""
         sums = Sums({dtype: torch.zeros(length + PAD, dtype=dtype, device=self.device)
                      for dtype, length in self.layout.lengths.items()})
+        layout, front = self.layout, sums[torch.float32]
+        sums.counts = front[: layout.statistics_start]
+        sums.statistics = front[layout.statistics_start : layout.used_start]
+        sums.used = front[layout.used_start : layout.tally_start]
+        sums.tally = front[layout.tally_start : layout.mark]
+        sums.mark = front[layout.mark : layout.head_stop]
         everyone = self.gradients.everyone
         # `.data` gives each view a version of its own.
         sums.gradients = [sums[dtype][start:stop].as_strided(everyone[number].shape, stride).data
@@ -266,46 +281,47 @@ class Flat:
         self.sums, self._facts = sums, None
         self.gradients.add_into(sums.gradients)
 
-    def _front(self, start: int, stop: int) -> torch.Tensor:
-        return self.sums[torch.float32][start:stop]
-
     # --- one micro-batch
     # --------------------------------------------------------------------------------
 
+    def begin(self) -> None:
+        """Begin a step."""
+        self.microbatches_run = self._uncounted = 0
+
     def add_statistics(self, weight: float, loss: torch.Tensor, before: dict[str, torch.Tensor],
                        after: dict[str, torch.Tensor], *, is_sum: bool = False) -> None:
-        """Count one micro-batch, and add its loss and its changes of the buffers, weighted: all
-        that is known before its backward pass. A loss that `is_sum` gets no weight."""
-        self._front(0, self.layout.statistics_start).add_(self._one_run)
-        self.statistics.add(self._statistics(), weight, loss, before, after, is_sum)
+        """Add the loss of one micro-batch and its changes of the buffers, weighted. A loss that
+        `is_sum` gets no weight."""
+        self.statistics.add(self.sums.statistics, weight, loss, before, after, is_sum)
 
     def close_microbatch(self) -> None:
-        """Count a micro-batch whose backward pass is done. Raises GradientsWritten,
-        ParametersWritten."""
+        """Note a micro-batch whose backward pass is done. Raises GradientsWritten."""
         used = self.gradients.close()
-        self._front(self.layout.early_stop, self.layout.tally_start).add_(self._counts_where(used))
-        self.microbatches_run += 1
-
-    def _counts_where(self, used: list[int]) -> torch.Tensor:
-        """Return what a micro-batch adds to the counts. It is kept: micro-batches mostly use the
-        same parameters."""
         if self._used_in_one is None or self._used_in_one[0] != used:
+            self.add_used(self.sums)
             counts = [0.0] * len(self.gradients.everyone)
             for number, is_used in zip(self.layout.members, used, strict=True):
                 counts[number] = float(is_used)
             self._used_in_one = (used, torch.tensor(counts, device=self.device))
-        return self._used_in_one[1]
+        self.microbatches_run += 1
+        self._uncounted += 1
 
-    def add_tally(self, sums: Sums) -> None:
-        """Add what this worker's micro-batches have counted and logged to the sums that it
-        sends."""
+    def add_used(self, sums: Sums) -> None:
+        """Count which parameters the newest micro-batches have used. Micro-batches mostly use the
+        same ones, so this is done once a step."""
+        if self._uncounted and self._used_in_one:
+            sums.used.add_(self._used_in_one[1], alpha=self._uncounted)
+        self._uncounted = 0
+
+    def add_counts(self, sums: Sums, mark: int) -> None:
+        """Add what this worker's micro-batches have counted and logged to the sums that it sends,
+        and the mark of the step's first micro-batch; 0, if this worker has not run it."""
+        sums.counts.add_(self._one_run, alpha=self.microbatches_run)
+        self.add_used(sums)
         if self.tally.size:
-            elements = torch.tensor(self.tally.elements(), device=self.device)
-            sums[torch.float32][self.layout.tally_start : self.layout.mark].add_(elements)
-
-    def add_mark(self, sums: Sums, mark: int) -> None:
-        """Add the mark of the step's first micro-batch; 0, if this worker has not run it."""
-        sums[torch.float32][self.layout.mark] += mark
+            sums.tally.add_(torch.tensor(self.tally.elements(), device=self.device))
+        if mark:
+            sums.mark.add_(mark)
 
     # --- what the reduced sums say ----------------------------------------------------------------
 
@@ -314,8 +330,8 @@ class Flat:
         waits yet."""
         front, layout = self.sums[torch.float32], self.layout
         self._facts = HostCopy(torch.cat([
-            front[: layout.statistics_start], front[layout.early_stop : layout.head_stop],
-            *self.statistics.facts(self._statistics())]))
+            self.sums.counts, front[layout.used_start : layout.head_stop],
+            *self.statistics.facts(self.sums.statistics)]))
 
     @property
     def _known(self) -> Facts:
@@ -356,9 +372,6 @@ class Flat:
                 start = self.layout.head_stop if dtype == torch.float32 else 0
                 tensor[start : self.layout.lengths[dtype]].div_(total)
 
-    def _statistics(self) -> torch.Tensor:
-        return self._front(self.layout.statistics_start, self.layout.early_stop)
-
     def mean_loss(self) -> float:
         """Return the reduced loss of the step."""
         return self._known.statistics[0] / (self.counted() or 1.0)
@@ -375,7 +388,7 @@ class Flat:
     def apply_statistics(self, before: dict[str, torch.Tensor],
                          buffers: dict[str, torch.Tensor]) -> float:
         """Set the buffers to (before + mean change) and return the mean loss."""
-        self.statistics.apply(self._statistics(), before, buffers)
+        self.statistics.apply(self.sums.statistics, before, buffers)
         return self.mean_loss()
 
 

@@ -18,6 +18,8 @@ What always holds:
    part of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). After a step the
    gradient is applied, so clipping it there has no effect. Both raise.
 4. The optimizer gets None for a parameter that no micro-batch has used, as in plain PyTorch.
+5. A parameter that is changed in place while the micro-batches of a step are computed is an error
+   of that step. Versions only grow, so one look at the end finds each change.
 
 Each operation in place increments the version of a view. So the version of its view tells that
 `.grad` was written (`.data` has a version of its own). One backward pass adds once to a gradient;
@@ -34,10 +36,13 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter, is_, is_not, sub
+from typing import TypeVar
 
 import torch
 
 from elastic_trainer.state.values.supported import parameters_stay
+
+T = TypeVar("T")
 
 
 class GradientsWritten(Exception):
@@ -46,7 +51,7 @@ class GradientsWritten(Exception):
 
 
 class ParametersWritten(RuntimeError):
-    """The user's code has changed parameters while a micro-batch was computed."""
+    """The user's code has changed parameters while a step was computed."""
 
 
 SUM_BYTES = 4
@@ -68,6 +73,7 @@ CLIPPED_AFTER = (
     f"applied already. {CLIP} For backward passes of your own there, use torch.autograd.grad.")
 
 VERSION, GRADIENT = attrgetter("_version"), attrgetter("grad")
+TRAINED, PLACE = attrgetter("requires_grad"), torch.Tensor.data_ptr
 
 
 class Gradients:
@@ -102,10 +108,10 @@ class Gradients:
         """Which of the trained parameters have fewer bits than their sum: then `.grad` is no view
         of it."""
         self.by_size = sorted(self.parameters, key=torch.Tensor.numel, reverse=True)
-        with_view = {id(parameter) for parameter, is_narrow
-                     in zip(self.parameters, self.narrow, strict=True) if not is_narrow}
-        self._without_view = [p for p in self.everyone if id(p) not in with_view]
         self._has_narrow = any(self.narrow)
+        self._with_view = self._wide(self.parameters)
+        own = set(map(id, self._with_view))
+        self._without_view = [p for p in self.everyone if id(p) not in own]
         self._views, self._counted = views, [0] * len(members)
         if not self.isolates:
             for parameter in self.everyone:
@@ -114,9 +120,21 @@ class Gradients:
     def add_into(self, views: list[torch.Tensor]) -> None:
         """Make autograd add into these views from now on."""
         self._views = views
-        if not self._are_new:
-            for parameter, view in zip(self.parameters, views, strict=True):
-                parameter.grad = view if parameter.dtype == view.dtype else None
+        if self._are_new:
+            return
+        self._counted = list(map(VERSION, views))
+        if not self._are_in_place():
+            for parameter, view, is_narrow in zip(self.parameters, views, self.narrow, strict=True):
+                parameter.grad = None if is_narrow else view
+
+    def _wide(self, every: list[T]) -> list[T]:
+        """Return what belongs to the trained parameters that are not narrow."""
+        return [one for one, is_narrow in zip(every, self.narrow, strict=True) if not is_narrow
+                ] if self._has_narrow else every
+
+    def _are_in_place(self) -> bool:
+        """True if each `.grad` that is to be a view of a sum is it."""
+        return all(map(is_, map(GRADIENT, self._with_view), self._wide(self._views)))
 
     @property
     def _are_new(self) -> bool:
@@ -144,12 +162,11 @@ class Gradients:
 
     def _are_handed_out(self, used: Sequence[float]) -> bool:
         """True if each `.grad` is as `hand_out` sets it: the usual case."""
-        return (all(map(used.__getitem__, self.members))
-                and all(map(is_, map(GRADIENT, self.parameters), self._views))
-                and all(parameter.grad is None for parameter in self._without_view))
+        return (not self._has_narrow and all(map(used.__getitem__, self.members))
+                and self._are_in_place() and _are_none(map(GRADIENT, self._without_view)))
 
     def trained_now(self) -> list[bool]:
-        return [p.requires_grad for p in self.everyone]
+        return list(map(TRAINED, self.everyone))
 
     def adopt(self, trained: Sequence[bool]) -> None:
         for parameter, is_trained in zip(self.everyone, trained, strict=True):
@@ -161,21 +178,17 @@ class Gradients:
 
     def begin(self) -> None:
         """Begin a step: note where the parameters lie, and their versions."""
-        self._places = [parameter.data_ptr() for parameter in self.everyone]
+        self._places = list(map(PLACE, self.everyone))
         self._versions = list(map(VERSION, self.everyone))
 
     def open(self) -> None:
         self._is_open, self._left, self._taken = True, [], {}
-        self._versions = list(map(VERSION, self.everyone))
         for parameter in self.everyone if self._are_new else self._without_view:
             if parameter.grad is not None:  # setting it takes longer than this comparison
                 parameter.grad = None
-        if not self._are_new:
-            self._counted = list(map(VERSION, self._views))
 
     def check_parameters(self) -> None:
-        """Raise ParametersWritten if a parameter was changed in place since the micro-batch was
-        opened.
+        """Raise ParametersWritten if a parameter was changed in place since the step began.
 
         No version counts a write to `.data`. The warm-up finds those by the values.
         """
@@ -192,20 +205,18 @@ class Gradients:
         if self.isolates:
             return
         empty = self.everyone if self.takes else self._without_view
-        if any(map(is_not, map(GRADIENT, empty), repeat(None))) or (
-                not self.takes and any(self._additions())):
+        if not _are_none(map(GRADIENT, empty)) or not self.takes and (
+                list(map(VERSION, self._views)) != self._counted or not self._are_in_place()):
             raise GradientsWritten
 
     def _additions(self) -> list[int]:
-        """Return how often each gradient was written to since the micro-batch was opened; -1:
-        another tensor is in its place."""
-        additions = list(map(sub, map(VERSION, self._views), self._counted))
-        if all(map(is_, map(GRADIENT, self.parameters), self._views)):
-            return additions
-        return [int(parameter.grad is not None) if is_narrow
-                else added if parameter.grad is view else -1
-                for parameter, view, added, is_narrow in zip(
-                    self.parameters, self._views, additions, self.narrow, strict=True)]
+        """Return how often the micro-batch has added to each gradient. Raises GradientsWritten if
+        it has added twice, or another tensor is in the place of one."""
+        now = list(map(VERSION, self._views))
+        additions, self._counted = list(map(sub, now, self._counted)), now
+        if not (set(additions) <= {0, 1} and self._are_in_place()):
+            raise GradientsWritten
+        return additions
 
     def are_added(self, members: Sequence[int]) -> bool:
         """True if the backward pass in flight has added to each of these trained parameters'
@@ -280,24 +291,23 @@ class Gradients:
     def close(self) -> list[int]:
         """End a micro-batch; returns which of the trained parameters have got a gradient.
 
-        Raises GradientsWritten if its backward pass, or code after it, wrote more than one sum,
-        ParametersWritten, and RuntimeError if `.grad` of an isolated micro-batch was written to
-        after the backward pass.
+        Raises GradientsWritten if its backward pass, or code after it, wrote more than one sum, and
+        RuntimeError if `.grad` of an isolated micro-batch was written to after the backward pass.
         """
         self._is_open = False
-        self.check_parameters()
         if not all(map(self._is_as_taken, self._taken)):
             raise GradientsWritten
         self._check_left()
         if self._are_new:
             return self._move_into(self._views)
         used = self._additions()
-        if not set(used) <= {0, 1}:
-            raise GradientsWritten
-        if self._has_narrow:
-            self._move_into([view if is_narrow else None
-                             for view, is_narrow in zip(self._views, self.narrow, strict=True)])
-        return used
+        if not self._has_narrow:
+            return used
+        moved = self._move_into([view if is_narrow else None
+                                 for view, is_narrow in zip(self._views, self.narrow, strict=True)])
+        self._counted = list(map(VERSION, self._views))
+        return [got if is_narrow else added for added, got, is_narrow
+                in zip(used, moved, self.narrow, strict=True)]
 
     def _move_into(self, sums: Sequence[torch.Tensor | None]) -> list[int]:
         """Add each `.grad` to its sum, where one is given, and drop it; returns which parameters
@@ -354,6 +364,10 @@ def _add_all(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
         with torch.no_grad():
             torch._foreach_add_(sums, [one.to_dense() if one.is_sparse else one
                                        for one in gradients])
+
+
+def _are_none(gradients: Iterable[torch.Tensor | None]) -> bool:
+    return not any(map(is_not, gradients, repeat(None)))
 
 
 def _version(gradient: torch.Tensor | None) -> int:

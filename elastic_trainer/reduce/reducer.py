@@ -63,10 +63,10 @@ class Reducer(ABC):
     def begin(self, world: Collectives, *, again: bool = False) -> range:
         """Start a step; returns the micro-batches that this worker runs, in order. `again`: it runs
         the micro-batches of the step in flight again, and what was sent of it holds."""
-        self.flat.microbatches_run = 0
-        self.flat.gradients.begin()
+        self.flat.begin()
         mine = owned_microbatches(world.rank, world.size, self.microbatches)
         if not again:
+            self.flat.gradients.begin()
             self._message = None
         self._begin(world, mine, again)
         return mine

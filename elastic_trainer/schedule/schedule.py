@@ -21,9 +21,9 @@ What it does not do: read data, know the history of a rank, balance micro-batche
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -104,12 +104,12 @@ class Schedule:
             raise ConfigError(
                 f"seed is {self.seed}, which does not fit 64 bits. Use at most {MASK}.")
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Count the steps of one epoch, a short last one included."""
         return -(-(self.dataset_size - self.dropped_samples) // self.global_batch)
 
-    @property
+    @cached_property
     def dropped_samples(self) -> int:
         """Count the samples that each epoch leaves out."""
         return self.dataset_size % self.global_batch if self.drop_last else 0
@@ -162,8 +162,13 @@ class Schedule:
         batch = self._batch_positions(step)
         parts = self._parts(len(batch))
         # The micro-batch has one part, or none.
-        first, end = (edge * parts // self.microbatches for edge in (microbatch, microbatch + 1))
+        first, end = (microbatch * parts // self.microbatches,
+                      (microbatch + 1) * parts // self.microbatches)
         return batch[first * len(batch) // parts : end * len(batch) // parts]
+
+    def parts(self, step: int) -> int:
+        """Count the micro-batches of a step that have samples."""
+        return self._parts(self.batch_size(step))
 
     def first_microbatch(self, step: int) -> int:
         """Return the first micro-batch of a step that has samples."""
@@ -174,6 +179,15 @@ class Schedule:
         """Return the micro-batch's dataset indices, shape (samples,). May be empty in a short last
         batch."""
         return self._samples(step, self.microbatch_positions(step, microbatch))
+
+    def samples_of(self, step: int, microbatches: range) -> list[npt.NDArray[np.int64]]:
+        """Return the samples of some micro-batches that follow each other, each by itself."""
+        parts = [self.microbatch_positions(step, microbatch) for microbatch in microbatches]
+        if not parts:
+            return []
+        start = parts[0].start
+        samples = self._samples(step, range(start, parts[-1].stop))
+        return [samples[part.start - start : part.stop - start] for part in parts]
 
     def microbatch_weight(self, step: int, microbatch: int) -> float:
         """Return the micro-batch's share of the batch: the weight of its mean in the mean of the
@@ -190,11 +204,11 @@ class Schedule:
         exactly once."""
         return samples_digest(self._counted(step, self._batch_positions(step)))
 
-    def microbatch_digest(self, step: int, microbatch: int, samples: npt.NDArray[np.int64]) -> int:
-        """Return the digest of a micro-batch, which has these samples: what a worker votes."""
-        if self.order.counts_positions:
-            samples = _numbers(self.microbatch_positions(step, microbatch))
-        return samples_digest(samples)
+    def digest(self, step: int, done: Mapping[int, npt.NDArray[np.int64]]) -> int:
+        """Return the digest of some micro-batches, by their samples: what a worker votes."""
+        found = [_numbers(self.microbatch_positions(step, microbatch)) for microbatch in done
+                 ] if self.order.counts_positions else list(done.values())
+        return samples_digest(np.concatenate(found)) if found else 0
 
     def batch_digests(self, steps: range) -> list[int]:
         """Return `batch_digest` of consecutive steps of one epoch, in a few microseconds each."""

@@ -136,7 +136,7 @@ class StepEnd:
         self.flat.hand_out()
         found = self._buffers()
         state.loss = self.flat.apply_statistics(state.model_buffers.before, state.buffers)
-        copy_together([state.buffers[name] for name in found], list(found.values()))
+        copy_together([*map(state.buffers.__getitem__, found)], list(found.values()))
         state.modes.apply()
         state.attributes.apply()
         if job.scaler:

@@ -113,8 +113,11 @@ class LeftInModules:
         self.mark = NOT_RUN
         """What the step's first micro-batch has done, if this worker has run it."""
 
-    def clear(self) -> None:
-        self._attributes.reset()
+    def clear(self, *, again: bool) -> None:
+        """Begin the micro-batches of a step. Its attributes are those of its begin, unless they are
+        run again."""
+        if again:
+            self._attributes.reset()
         self._left, self.mark = None, NOT_RUN
 
     def keep(self, microbatch: str, is_first: bool) -> None:

@@ -276,7 +276,7 @@ class LossNotFinite(ArithmeticError):
 def require_scalar(loss: Any, words: Words) -> torch.Tensor:
     """Return a loss of one value without dimensions. Raises TypeError for what is none."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        return loss.reshape(())
+        return loss.reshape(()) if loss.dim() else loss
     kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(
         loss, torch.Tensor) else f"{type(loss).__name__}"
     raise TypeError(

@@ -61,6 +61,10 @@ class Microbatches:
         self.values = BufferValues(self.state.model_buffers, work.job.buffers, work.job.schedule)
         self._is_reduced = False
         """The sums of the step are those of all workers."""
+        self._is_as_begun = False
+        """No micro-batch has run since the step began."""
+        self._first = 0
+        """The step's first micro-batch that has samples."""
         self.number = -1
         """The micro-batch in hand; -1 where all workers do the same."""
         self.mine = range(0)
@@ -85,29 +89,28 @@ class Microbatches:
 
     def _run(self, step: int, world: World, error: BaseException | None, *,
              again: bool = False) -> Generator[Microbatch, None, tuple[int, int]]:
-        job, samples, digest = self.job, 0, 0
+        schedule, run = self.job.schedule, dict[int, numpy.ndarray]()
         mine = self.mine = self.reducer.begin(world, again=again)
-        self.error, self.losses = error, {}
+        self.error, self.losses, self._first = error, {}, schedule.first_microbatch(step)
         self.flat.tally.clear()
-        self.left.clear()
+        self.left.clear(again=again)
+        self._is_as_begun = not again
         self.values.begin(step)
-        for microbatch in mine:
+        for microbatch, indices in zip(mine, schedule.samples_of(step, mine), strict=True):
             self._require_peers()
-            done = self.reducer.microbatch(microbatch, is_last=microbatch == mine.stop - 1)
-            indices = job.schedule.microbatch_samples(step, microbatch)
+            is_last = microbatch == mine.stop - 1
+            done = self.reducer.microbatch(microbatch, is_last=is_last)
             if len(indices) and self.error is None:
-                yield from self._one(step, microbatch, indices,
-                                     world if microbatch == mine.stop - 1 else None)
-                samples += len(indices)
-                digest += job.schedule.microbatch_digest(step, microbatch, indices)
+                yield from self._one(step, microbatch, indices, world if is_last else None)
+                run[microbatch] = indices
             done()
         if self.flat.microbatches_run:
-            self.flat.add_tally(self.reducer.mine())
-            self.flat.add_mark(self.reducer.mine(), self.left.mark)
+            self.flat.add_counts(self.reducer.mine(), self.left.mark)
         if self.error is None:
             with self.user_code():
+                self.flat.gradients.check_parameters()
                 self.work.check()
-        return samples, digest
+        return sum(map(len, run.values())), schedule.digest(step, run)
 
     def _one(self, step: int, microbatch: int, indices: numpy.ndarray,
              overlaps: World | None) -> Generator[Microbatch, None, None]:
@@ -132,7 +135,7 @@ class Microbatches:
 
     def _open(self, step: int, microbatch: int, indices: numpy.ndarray) -> Any:
         job, phase = self.job, self.state.phase
-        self.state.reopen()
+        self._reopen()
         key = step, phase, microbatch
         ahead = keys_after(key, job.schedule, self.mine, self.state.phases)
         batch = job.readers.training.batch(seed_of(job.schedule, step, microbatch, phase), key,
@@ -140,6 +143,19 @@ class Microbatches:
         self.flat.gradients.open()
         self.scaling.open()
         return batch
+
+    def _reopen(self) -> None:
+        """Put back what the forward pass of the micro-batch before has changed, if there was
+        one."""
+        is_first, self._is_as_begun = self._is_as_begun, False
+        if is_first:
+            return
+        has_extra = bool(self.state.extra_state.modules)
+        if has_extra:
+            self.flat.gradients.check_parameters()
+        self.state.reopen()
+        if has_extra:
+            self.flat.gradients.begin()  # set_extra_state may have written to parameters
 
     def _require_peers(self) -> None:
         if self._is_broken():
@@ -151,8 +167,8 @@ class Microbatches:
         job, flat = self.job, self.flat
         weight = job.schedule.microbatch_weight(step, microbatch)
         loss = require_scalar(loss, job.words)
-        flat.gradients.check_parameters()
-        self.losses[microbatch] = (loss.detach(), indices)
+        value = loss.detach()
+        self.losses[microbatch] = (value, indices)
         flat.gradients.check_untouched()
         self._follow_requires_grad()
         self.scaling.check()
@@ -163,13 +179,17 @@ class Microbatches:
             raise RuntimeError(
                 f"forward has changed the buffers {some(moved.values())} in step {step}. "
                 f"{BUFFERS_STAY}")
-        flat.add_statistics(weight, loss, buffers.before, after, is_sum=is_sum)
+        flat.add_statistics(weight, value, buffers.before, after, is_sum=is_sum)
         self.values.keep(after)
         if overlaps:
             self.reducer.overlap(TracedWorld(overlaps, self.trace))
         self.trace.mark.enter("backward", f"micro-batch {microbatch}", indices)
         with self.trace.span("backward", microbatch=microbatch):
-            self.scaling.backward(loss if is_sum else loss * weight)
+            try:
+                self.scaling.backward(loss if is_sum else loss * weight)
+            except RuntimeError:
+                flat.gradients.check_parameters()  # torch does not name what was changed
+                raise
         flat.gradients.note_left()
         self.values.note()
 
@@ -184,8 +204,7 @@ class Microbatches:
                 f"after a part of it was sent. Let a hook do so from the first batch on"
                 f"{self._other_reducer}. {CLIP}") from error
         self.values.check(self.state.model_buffers.adopt())
-        self.left.keep(f"micro-batch {microbatch} of step {step}",
-                       microbatch == self.job.schedule.first_microbatch(step))
+        self.left.keep(f"micro-batch {microbatch} of step {step}", microbatch == self._first)
 
     def _follow_requires_grad(self) -> None:
         """Train those parameters that require a gradient now: the user's code may have changed

@@ -124,13 +124,12 @@ class Step:
             stage = self._draw()
             if isinstance(stage, Microbatch):
                 self._microbatch = stage
-                self._worker.carried.enter(sys._getframe().f_back)
                 with self._worker.job.precision.batch():
                     yield stage.batch
             else:
                 self._microbatch = None
                 self._take(stage, phase)
-                self._worker.carried.leave()
+                self._worker.carried.leave(sys._getframe().f_back)
 
     def _take(self, stage: Stage | None, phase: int) -> None:
         """Note what the worker has moved on to, while the loop is in a phase."""

@@ -291,7 +291,7 @@ class WarmUp:
         held = self.replica.all_parts()
         weights, inputs = fingerprint(held), fingerprint([held, batch])
         losses: list[torch.Tensor] = []
-        flat.microbatches_run = 0
+        flat.begin()
         try:
             flat.add_into(flat.sums)
             for tensor in flat.sums.values():  # no version counts a `.grad.data.zero_()`
@@ -305,13 +305,14 @@ class WarmUp:
             yield microbatch
             microbatch.settle()
             flat.close_microbatch()
+            flat.add_used(flat.sums)
             self._check_parameters(held)
             self._check_attributes()
             loss = float(losses[0].detach()) if losses else math.nan
             return Tried(inputs, fingerprint([*losses, *flat.sums.values()]), loss, weights)
         finally:
             self.state.reopen()
-            flat.microbatches_run = 0
+            flat.begin()
 
     def _backward(self, check_buffers: Callable[[], None], losses: list[torch.Tensor], loss: Any,
                   _: Any) -> None:
@@ -352,7 +353,7 @@ class WarmUp:
         self.state.parameters.check()
         parts = set(held) ^ set(self.replica.all_parts())
         if changed := {name for name, _ in parts} & set(self.flat.names):
-            raise ConfigError(parameters_stay(sorted(changed)))
+            raise ConfigError(parameters_stay(filter(changed.__contains__, self.flat.names)))
 
 
 def warm_nccl(device: torch.device) -> None:

@@ -144,14 +144,16 @@ class Outcome:
 
 def outcome_of(world: Peers, step: int, ballot: Ballot) -> Outcome:
     """Vote; all workers call it. Network: one allreduce of 22 integers."""
-    sums = torch.tensor(ballot.encode(world.rank), dtype=torch.int64)
+    sums = ballot.encode(world.rank)
     if world.size > 1:
-        world.wait(world.allreduce_start(sums, "vote"))
-    outcome = Outcome.decode(sums.tolist(), world.size)
+        sent = torch.tensor(sums, dtype=torch.int64)
+        world.wait(world.allreduce_start(sent, "vote"))
+        sums = sent.tolist()
+    outcome = Outcome.decode(sums, world.size)
     if outcome.voters != world.size:  # also under python -O
         raise AssertionError(f"{outcome.voters} of {world.size} voted in step {step}")
     if not outcome.has_failure:
         return outcome
     mine = torch.tensor([world.rank if ballot.has_failed else world.size], dtype=torch.int64)
     ranks = world.allgather(mine, "failed") if world.size > 1 else mine  # rare
-    return Outcome.decode(sums.tolist(), world.size, int(ranks.min()))
+    return Outcome.decode(sums, world.size, int(ranks.min()))

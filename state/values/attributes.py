@@ -105,6 +105,8 @@ class Attributes:
         self._opaque: dict[str, tuple[Any, str]] = {}
         """The values that no node can have, and what they hid, as they were built."""
         self._names = {name: set(self._own(owner)) for name, owner in self._owners.items()}
+        self._tensors = [one for one in self._owners.values() if isinstance(one, torch.Tensor)]
+        self._objects = [one for one in self._owners.values() if not isinstance(one, torch.Tensor)]
         self.flaws: dict[str, str] = {}
         """What has changed and cannot be kept, by place, as the last walk has found it."""
         self._looks: list[Any] = []
@@ -170,8 +172,7 @@ class Attributes:
         attributes of other types, than at the last call."""
         looks: list[Any] = []
         seen = set[int]()
-        waiting = [one for one in self._owners.values()
-                   if not isinstance(one, torch.Tensor) or vars(one)]  # few parameters have any
+        waiting = [*self._objects, *filter(vars, self._tensors)]  # few parameters have attributes
         while waiting:
             owner = waiting.pop()
             if id(owner) not in seen:

@@ -73,8 +73,12 @@ def is_code(value: Any) -> bool:
     module = type(value).__module__
     if isinstance(value, (torch.Tensor, torch.Generator)) or hides(value):
         return False
-    return isinstance(value, CODE) or any(module == tool or module.startswith(f"{tool}.")
-                                          for tool in TOOLS)
+    return isinstance(value, CODE) or _is_tool(module)
+
+
+@functools.cache
+def _is_tool(module: str) -> bool:
+    return any(module == tool or module.startswith(f"{tool}.") for tool in TOOLS)
 
 
 def hides(value: Any) -> bool:

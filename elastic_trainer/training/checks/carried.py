@@ -56,16 +56,14 @@ class CarriedValues:
         self._left: dict[Path, Any] = {}
         self._told = set[Path]()
 
-    def enter(self, frame: types.FrameType | None) -> None:
-        """Note the frame of the inner loop, which asks for its next batch."""
+    def leave(self, frame: types.FrameType | None) -> None:
+        """Note the frame of the inner loop, which has asked for a batch and gets none, and the
+        values with which it ends."""
         while frame and frame.f_code.co_flags & inspect.CO_GENERATOR:
             frame = frame.f_back  # tqdm
         is_ours = frame is None or _is_ours(str(frame.f_globals.get("__name__")))
         self._frame = None if is_ours else frame
         self._paths = read_by_loop(frame.f_code, frame.f_lasti) if frame and not is_ours else ()
-
-    def leave(self) -> None:
-        """Note the values with which the inner loop ends."""
         self._left = self._values()
 
     def end(self) -> list[Remark]:

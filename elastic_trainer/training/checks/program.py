@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -121,10 +122,9 @@ class Program:
     def _look(self) -> list[Any]:
         found: list[Any] = [*chain.from_iterable(self._hooks.values())]
         found += [id(own[name]) for own, name in self._methods.values() if name in own]
-        for one in self._parameters.values():
-            for table in (one._backward_hooks, getattr(one, "_post_accumulate_grad_hooks", None)):
-                if table:
-                    found += _of_user(table)
+        every = self._parameters.values()
+        for table in filter(None, chain(*(map(attrgetter(name), every) for name in OF_PARAMETERS))):
+            found += _of_user(table)
         return found
 
     def _named(self) -> dict[str, list[Any]]:
@@ -134,8 +134,7 @@ class Program:
                   if name in own}
         for name, one in self._parameters.items():
             for table, how in OF_PARAMETERS.items():
-                found[f"the hook of {name} ({how})"] = _of_user(
-                    getattr(one, table, None) or {})
+                found[f"the hook of {name} ({how})"] = _of_user(getattr(one, table) or {})
         return found
 
     def _moving(self) -> Look:

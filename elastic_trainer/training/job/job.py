@@ -14,6 +14,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Job:
                             f"of the optimizer are multiplied.")
         return found  # type: ignore[return-value]
 
-    @property
+    @cached_property
     def buffers(self) -> BufferRules:
         """What a step does to buffers."""
         return BufferRules(self.model, self.rules, self.schedule.microbatches)
