@@ -24,6 +24,12 @@ from elastic_trainer.reduce.tree import joined, node_sum
 from elastic_trainer.schedule.schedule import aligned_subtrees, owned_microbatches
 
 
+def count(flat: Flat, reducer: Reducer) -> None:
+    """Add the counts of the micro-batches that a worker has run, as microbatches.py does."""
+    if flat.microbatches_run:
+        flat.add_counts(reducer.mine(), 0)
+
+
 def reduced(kind: str, size: int, microbatches: int, steps: int = 2,
             hosts: Sequence[int] = (), bucket_bytes: int | None = None,
             has_narrow: bool = True) -> list[dict[torch.dtype, torch.Tensor]]:
@@ -60,6 +66,7 @@ def reduced(kind: str, size: int, microbatches: int, steps: int = 2,
                     for p, n in zip(parameters, numbers, strict=True)).backward()
                 flat.close_microbatch()
                 done()
+            count(flat, reducer)
             reducer.send(member)
             reducer.finish(member)
             flat.hand_out()
@@ -188,6 +195,7 @@ def most_gradients(size: int, microbatches: int) -> float:
                         parameter.mean().backward()
                     flat.close_microbatch()
                     done()
+                count(flat, reducer)
                 reducer.send(member)
                 reducer.finish(member)
                 flat.hand_out()

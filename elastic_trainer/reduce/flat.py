@@ -328,6 +328,7 @@ class Flat:
     def copy_facts(self) -> None:
         """Let the host have all of the reduced sums that it decides by: one copy, for which nobody
         waits yet."""
+        assert not self._uncounted, "add_counts was not called"  # no gradient would be applied
         front, layout = self.sums[torch.float32], self.layout
         self._facts = HostCopy(torch.cat([
             self.sums.counts, front[layout.used_start : layout.head_stop],
