@@ -213,9 +213,10 @@ class Gradients:
         """Return how often the micro-batch has added to each gradient. Raises GradientsWritten if
         it has added twice, or another tensor is in the place of one."""
         now = list(map(VERSION, self._views))
-        additions, self._counted = list(map(sub, now, self._counted)), now
+        additions = list(map(sub, now, self._counted))
         if not (set(additions) <= {0, 1} and self._are_in_place()):
-            raise GradientsWritten
+            raise GradientsWritten  # `are_added` tells whether what was sent is as it was
+        self._counted = now
         return additions
 
     def are_added(self, members: Sequence[int]) -> bool:

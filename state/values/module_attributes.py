@@ -354,8 +354,8 @@ class _Places:
 
     def __init__(self, places: list[_Place]):
         self.all = places
-        self._pairs = [(one.get, one.vars) for one in places if one.got != ()]
-        self._got = [one.got for one in places if one.got != ()]
+        self._pairs = [(one.get, one.vars) for one in places if one.get is not _nothing]
+        self._got = [one.got for one in places if one.get is not _nothing]
         self._vars = [one.vars for one in places]
         self._counts = [one.count for one in places]
         self._modules = [one.modules for one in places if one.children]
