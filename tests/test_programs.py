@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,25 @@ def test_a_new_folder_has_the_hash_seed_of_the_store(tmp_path: Path,
     assert hash_seed(folder, {"PYTHONHASHSEED": "5"}, {}) == {"PYTHONHASHSEED": "7"}
     empty = str(tmp_path / "empty")
     assert hash_seed(other, {"PYTHONHASHSEED": "5"}, newest_facts(empty)) == {"PYTHONHASHSEED": "5"}
+
+
+READS = """
+import sys
+from elastic_trainer.commands.store_check import newest_facts
+
+opened = []
+sys.addaudithook(lambda event, arguments: event == "open" and opened.append(str(arguments[0])))
+print(newest_facts(sys.argv[1])["hash_seed"], sum("/log/" in path for path in opened))
+"""
+
+
+def test_the_newest_record_of_the_store_is_read_once(tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the start of a run, for all that it says."""
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    run(Built(), tmp_path / "run", 2)
+    command = [sys.executable, "-c", READS, tmp_path / "run" / "checkpoints"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "7 1\n"
 
 
 # --- one process: a run that is resumed -----------------------------------------------------------

@@ -68,8 +68,11 @@ def newest_facts(url: str) -> Mapping[str, Any]:
 
     try:
         log = CommitLog(open_store(url))
-        kept = log.newest_whole().kept
-        return log.read(max(kept)).body if kept else {}
+        newest = log.newest_whole()
+        if not newest.kept:
+            return {}
+        last = max(newest.kept)  # another record, after the start of an attempt
+        return (newest if last == newest.sequence else log.read(last)).body
     except (Damaged, FileNotFoundError, StoreUnavailable):
         return {}
 
