@@ -179,10 +179,12 @@ def test_slurm_sigterm_alone_is_a_notice_at_any_moment(lab: Lab, tmp_path: Path,
         wait_for("end of the task", lambda: slurm.state_of(task).startswith("COMPLETED"))
         fleet.submit("--array=0", "--partition=spot")
         fleet.wait_until_fired(2)
-        booting = fleet.fired()[1]["host"].partition("-")[0]
+        host = fleet.fired()[1]["host"]
+        booting = host.partition("-")[0]
         slurm.terminate_all(booting)
-        wait_for("its end", lambda: any(e["host"].startswith(booting) and e["reason"] != "left"
-                                        for e in fleet.events("driver.worker_gone")))
+        ends = fleet.wait_for("its end", lambda: [e["reason"] for e in fleet.events(
+            "driver.worker_gone") if e["host"] == host])
+        assert ends == ["left"], fleet.story()
         assert len(fleet.events("worker.generation_started")) == generation, fleet.story()
         slurm.wait_until_idle(booting)
         fleet.submit("--array=0", "--partition=spot")
