@@ -178,11 +178,6 @@ class Common(TypedDict, total=False):
     stays; 0: none."""
     part_bytes: Annotated[int, Option(16 << 20, ge=1, change="harmless", needs_store=True)]
     """The size of the objects in the store in bytes, whatever the world's size; at most 64 MiB."""
-    carry_frozen: Annotated[bool, Option(False, change="harmless")]
-    """Let checkpoints and newcomers carry frozen content, too: large tensors that need no gradient
-    and that the training does not change, as the base model under adapters. False: each worker
-    takes them as its script has built them, and proves that they are the run's
-    (docs/guide/finetune.md)."""
     reduce: Annotated[str | None, Option(None, choices=REDUCERS, change="never")]
     """The reducer: "exact" (the same bits in every world) or "ring" (float allreduce). None takes
     the launcher's."""

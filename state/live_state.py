@@ -2,8 +2,8 @@
 
 step in flight → here (begun → prepared → committed) → next step; newcomer ← here; checkpoint ← here
 
-names.py (parameters), forward.py (buffers, modes, extra state), module_attributes.py,
-optimizer_values.py and frozen.py keep the parts.
+names.py (parameters), forward.py (buffers, modes, extra state), module_attributes.py and
+optimizer_values.py keep the parts.
 
 What always holds:
 1. Nothing that outlives a step changes before `apply`; in `apply` everything changes together.
@@ -32,7 +32,6 @@ from elastic_trainer.renamed import present
 from elastic_trainer.state.device_copies import Copying
 from elastic_trainer.state.findings import Findings, are_sound
 from elastic_trainer.state.forward import ExtraState, InFlight, ModelBuffers, Modes
-from elastic_trainer.state.frozen import FrozenContent
 from elastic_trainer.state.rates import Rates
 from elastic_trainer.state.values.layout import (
     MACHINE_BYTES,
@@ -57,7 +56,6 @@ class LiveState:
                  identity: dict[str, Any] | None = None,
                  optimizers: Mapping[str, torch.optim.Optimizer] | None = None):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.frozen = FrozenContent()
         self.identity = identity or {}
         """What decides samples and bits of a step. Values of another job are refused."""
         self.parameters = ModelParameters(model)
@@ -199,15 +197,9 @@ class LiveState:
 
     # --- as bytes ---------------------------------------------------------------------------------
 
-    def named_tensors(self) -> dict[str, torch.Tensor]:
-        """Return parameters and buffers by name."""
-        return {**self.parameters.named(), **self.model_buffers.settled().named}
-
-    def values(self, *, whole: bool = False) -> dict[str, Any]:
-        """Return all that is needed to go on: live tensors and numbers (nothing is copied). Frozen
-        content is left out, unless they are to be `whole`."""
+    def values(self) -> dict[str, Any]:
+        """Return all that is needed to go on: live tensors and numbers (nothing is copied)."""
         parameters, buffers = self.parameters.checked(), self.model_buffers.settled()
-        absent = set() if whole else self.frozen.absent({**parameters, **buffers.named})
         self.attributes.note()
         return {
             "identity": self.identity,
@@ -219,13 +211,12 @@ class LiveState:
             "findings": self.findings.values(),
             "lineage": self.lineage,
             **self.rates.values(),
-            "parameters": Bare({n: p for n, p in parameters.items() if n not in absent}),
+            "parameters": Bare(parameters),
             "evaluating": self.modes.evaluating(),
             "attributes": self.attributes.changed(),
             **({"other_attributes": others} if (others := self.attributes.others.values()) else {}),
             "trained": [name for name, p in parameters.items() if p.requires_grad],
-            "buffers": Bare({n: b for n, b in buffers.named.items() if n not in absent}),
-            **({"frozen": self.frozen.run} if self.frozen.run else {}),
+            "buffers": Bare(buffers.named),
             "aliases": buffers.aliases,
             "left_out": buffers.left_out,
             "optimizer": self.optimizer_values.values({id(p): n for n, p in parameters.items()}),
@@ -236,9 +227,9 @@ class LiveState:
             **({"run_id": self.run_id} if self.run_id else {}),
         }
 
-    def packed(self, *, learns: bool = False, whole: bool = False) -> Packed:
+    def packed(self, *, learns: bool = False) -> Packed:
         """Return header and tensors, without a copy. `learns`: the classes. Raises CannotKeep."""
-        return pack(self.values(whole=whole), self.classes, learns=learns)
+        return pack(self.values(), self.classes, learns=learns)
 
     def room(self, header: bytes, payload_bytes: int) -> Packed:
         """Return memory for the values that a header describes, to be filled, unpacked and loaded
@@ -272,7 +263,6 @@ class LiveState:
         require_fit(self, values)
         # from here on nothing can fail but the memory
         self.copying.hold_writes()
-        self.frozen.load(values.get("frozen", {}), {**values["parameters"], **values["buffers"]})
         self.parameters.load(values["parameters"], values.get("trained"))
         self.model_buffers.load(values["buffers"])
         if "evaluating" in values:
@@ -304,11 +294,8 @@ def require_fit(state: LiveState, values: dict[str, Any]) -> None:
     if present(values["identity"]) != state.identity:
         raise LayoutError(f"it is of a job with {values['identity']}, but this job has "
                           f"{state.identity}")
-    given, stays = {**values["parameters"], **values["buffers"]}, values.get("frozen", {})
-    for kind, mine in (("parameters", state.parameters.named()), ("buffers", state.buffers)):
-        _require_same_tensors(kind, values[kind], {
-            name: one for name, one in mine.items() if name in given or name not in stays})
-    state.frozen.require(stays, given)
+    _require_same_tensors("parameters", values["parameters"], state.parameters.named())
+    _require_same_tensors("buffers", values["buffers"], state.buffers)
     state.optimizer_values.require_fit(values["optimizer"])
     if not 0 <= values.get("phase", 0) < state.phases:
         raise LayoutError(f"it stands in phase {values['phase']} of a step, but a step of this "
@@ -362,7 +349,7 @@ def _memory(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor
 OPTIONAL: dict[str, Any] = {
     "samples": 0, "evaluating": [], "trained": [], "aliases": {}, "left_out": [], "rate_used": 0.0,
     "scheduler": None, "extra_state": {}, "settings": {}, "phase": 0, "clock_ms": 0,
-    "findings": {}, "attributes": {}, "other_attributes": {}, "frozen": {}}
+    "findings": {}, "attributes": {}, "other_attributes": {}}
 """What version 0.1 has not written."""
 
 
@@ -386,7 +373,7 @@ def check_kinds(values: Any) -> None:
             if not _is_list(found[name], str)]
     named = {"parameters": torch.Tensor, "buffers": torch.Tensor, "extras": object,
              "extra_state": object, "settings": object, "aliases": str, "findings": object,
-             "attributes": object, "other_attributes": object, "frozen": str}
+             "attributes": object, "other_attributes": object}
     bad += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
     if not bad:
         bad = [name for name, is_sound in _contents(found).items() if not is_sound]
@@ -415,8 +402,7 @@ def _contents(found: dict[str, Any]) -> dict[str, bool]:
         "attributes": all(map(is_plain, found["attributes"].values())),
         "settings": not found["settings"] or isinstance(found["settings"].get("optimizer"), str),
         "aliases": (set(found["aliases"].values())
-                    <= found["parameters"].keys() | found["buffers"].keys()
-                    | found["frozen"].keys()),
+                    <= found["parameters"].keys() | found["buffers"].keys()),
     } | {name: found[name] >= 0 for name in ("step", "samples", "lineage", "phase")}
 
 

@@ -110,6 +110,49 @@ def test_a_buffer_that_changes_in_a_later_step_is_an_error_there(
     assert max(steps) == 1
 
 
+class Large(torch.nn.Module):
+    """Has a buffer that needs many buckets, and two layers whose gradients fill others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("code", torch.zeros(1000))
+        self.first, self.second = torch.nn.Linear(5, 3), torch.nn.Linear(5, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.code += x.sum().detach()
+        return self.first(x) + self.second(x)[:, :3]
+
+
+@pytest.mark.parametrize("reduce", ["exact", "ring"])
+def test_a_buffer_larger_than_a_bucket_is_sent_whole(
+        reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in front of the gradients leaves after the last micro-batch, however many buckets
+    it takes: else workers would have other bits (ring sums in another order in each world)."""
+    def values(size: int) -> list[list[float]]:
+        torch.manual_seed(0)
+        model = Large()
+        models = [copy.deepcopy(model) for _ in range(size)]
+
+        def work(rank: int) -> list[float]:
+            one = models[rank]
+            for step in trainer_of(one, buffers={"code": "mean"}, bucket_bytes=1024,
+                                   reduce=reduce):
+                for batch in step:
+                    step.backward(mse(one, batch))
+            return torch.cat([t.detach().flatten() for t in one.state_dict().values()]).tolist()
+
+        if size == 1:
+            return [work(0)]
+        with monkeypatch.context() as patch:
+            return in_a_breaking_world(patch, size, work)
+
+    for size in (2, 3, 4):
+        found = values(size)
+        assert found == [found[0]] * size
+        assert found[0] == (values(1)[0] if reduce == "exact" else pytest.approx(
+            values(1)[0], rel=1e-4, abs=1e-5))
+
+
 class Counting(torch.nn.BatchNorm1d):
     """A BatchNorm that has a buffer of its own."""
 

@@ -14,6 +14,7 @@ import test_loop
 import torch
 from test_loop import INPUT, Odd, built, in_a_world, job, mse, trained
 from test_same_bits import Scaled
+from test_trainer import in_a_breaking_world, trainer_of
 
 from elastic_trainer.__main__ import main
 from elastic_trainer.config import ConfigError
@@ -50,6 +51,45 @@ def test_nothing_of_a_step_remains_in_extra_state_when_it_fails(size: int) -> No
     reference = scaled()
     trained(reference, until="1 step")
     assert all(kept(model) == kept(reference) for model in models)
+
+
+class Narrow(torch.nn.Module):
+    """What it gives has fewer bits than what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [torch.ones(1)]
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"held": self.held[0].bfloat16()}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.held = [state["held"].float()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.held[0]
+
+
+def test_each_micro_batch_begins_with_the_same_extra_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where to set what was got changes it: the first one of a worker is no exception, or the
+    bits would depend on the number of workers."""
+    def weights(size: int) -> list[list[float]]:
+        models = [built(Narrow()) for _ in range(size)]
+
+        def work(rank: int) -> list[float]:
+            model = models[rank]
+            for step in trainer_of(model):
+                for batch in step:
+                    step.backward(mse(model, batch))
+                model[2].held = [torch.tensor([1.2345678])]
+            return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+        if size == 1:
+            return [work(0)]
+        with monkeypatch.context() as patch:
+            return in_a_breaking_world(patch, size, work)
+
+    assert weights(1) * 2 == weights(2) and weights(4) == weights(1) * 4
 
 
 class WritesWeights(Scaled):

@@ -66,6 +66,13 @@ def llama() -> Any:
         num_attention_heads=2, bos_token_id=0, eos_token_id=0))
 
 
+def lora() -> Any:
+    """The same model, of which adapters alone are trained."""
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(llama(), peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
 class Plain(torch.nn.Module):
     """A model of the script's own: its loss is a mean, and it takes no num_items_in_batch."""
 
@@ -171,7 +178,8 @@ def overriding(base: Any) -> Any:
 
 @pytest.mark.parametrize("options", [
     {}, {"label_smoothing_factor": 0.25}, {"compute_loss_func": with_own_loss},
-    {"overrides": True}, {"plain": True}, {"max_grad_norm": 0.0}, {"num_train_epochs": 1.5},
+    {"overrides": True}, {"model": Plain}, {"model": lora}, {"max_grad_norm": 0.0},
+    {"num_train_epochs": 1.5},
     {"max_steps": 4, "warmup_steps": 0.5}, {"eval_strategy": "steps", "eval_steps": 2},
     {"activation_checkpointing": True}, {"bf16": True}, {"bf16": True, "compute_metrics": hits},
     {"dataloader_num_workers": 1},
@@ -181,10 +189,10 @@ def test_the_weights_have_the_bits_of_the_real_trainer(options: dict[str, Any]) 
     """The numbers of items are powers of two here, so that no division rounds. The log is the same,
     but for times; eval_loss is a sum in another order."""
     options = dict(options)
-    models = [Plain() if options.get("plain") else llama() for _ in range(2)]
+    models = [options.get("model", llama)() for _ in range(2)]
     kinds = [overriding(kind) if options.get("overrides") else kind
              for kind in (ElasticTrainer, SameOrder)]
-    for name in ("plain", "overrides"):
+    for name in ("model", "overrides"):
         options.pop(name, None)
     ours = elastic_of(models[0], kind=kinds[0], **options)
     peer = real_of(models[1], kind=kinds[1], **options)

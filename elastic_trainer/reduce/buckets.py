@@ -4,8 +4,8 @@ layout of the flat buffers → here (buckets; which are full) → ring.py, exact
 
 What always holds:
 1. The buckets cover the flat buffers. Gradients of the last parameters come first, because autograd
-   completes them first. What stands in front of the gradients is in the last bucket: it is complete
-   after the last micro-batch.
+   completes them first. What stands in front of the gradients is in the last buckets: it is
+   complete after the last micro-batch.
 2. All workers start buckets in this order. So a worker may wait for a bucket that it has started:
    each other worker starts that one, too, before it waits for a later one.
 3. There is one hook for a bucket, on the parameter of it that autograd is likely to complete last.
@@ -38,7 +38,7 @@ class Bucket(NamedTuple):
 
 
 def cut_evenly(layout: Layout, bucket_bytes: int) -> list[Bucket]:
-    """Cut the buffers into even buckets of at most this size, from their ends. The last one has
+    """Cut the buffers into even buckets of at most this size, from their ends. The last ones have
     the front."""
     buckets = []
     for dtype in sorted(layout.lengths, key=lambda dtype: dtype == torch.float32):

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from elastic_trainer.reduce.buckets import GPU_BUCKET_BYTES, Filling, cut_evenly
 from elastic_trainer.reduce.exchange import Flight, course, route_of
 from elastic_trainer.reduce.flat import Flat, Sums
@@ -63,6 +65,8 @@ class ExactReducer(Reducer):
         itself."""
         self._started = 0
         """The number of buckets that were sent."""
+        self._early = 0
+        """How many of the buckets hold gradients alone: a backward pass can complete them."""
         self._flights: list[Flight] = []
         self._result: Sums | None = None
         self._error: Exception | None = None
@@ -72,6 +76,8 @@ class ExactReducer(Reducer):
     def _plan(self) -> None:
         self.buckets = cut_evenly(self.flat.layout, self._bucket_bytes)
         self._filling = Filling(self.flat.gradients, self.buckets)
+        self._early = sum(bucket.dtype != torch.float32
+                          or bucket.start >= self.flat.layout.head_stop for bucket in self.buckets)
 
     def _begin(self, world: Collectives, mine: range, again: bool) -> None:
         self._filling.rest()
@@ -173,13 +179,12 @@ class ExactReducer(Reducer):
             self._filling.watch(partial(self._send_full, world))
 
     def _send_full(self, world: Collectives) -> None:
-        """Send the buckets that are full, in order. The last one waits for the counts.
+        """Send the buckets that are full, in order. The last ones wait for what is no gradient.
 
         A backward pass calls this, in the user's hands: `send` raises what a collective raises.
         """
-        last = len(self.buckets) - 1
         try:
-            while (self._error is None and self._started < last
+            while (self._error is None and self._started < self._early
                    and len(self._flights) < IN_FLIGHT and self._filling.is_full(self._started)):
                 self._start(world)
             self._advance()

@@ -18,8 +18,8 @@ What always holds:
    part of the step's gradient (`clip_grad_norm_`), or drop it (`zero_grad`). After a step the
    gradient is applied, so clipping it there has no effect. Both raise.
 4. The optimizer gets None for a parameter that no micro-batch has used, as in plain PyTorch.
-5. A parameter that is changed in place while the micro-batches of a step are computed is an error
-   of that step. Versions only grow, so one look at the end finds each change.
+5. A parameter that is changed in place while a micro-batch is computed is an error at the end of
+   that micro-batch. Versions only grow, so one look at the end finds each change.
 
 Each operation in place increments the version of a view. So the version of its view tells that
 `.grad` was written (`.data` has a version of its own). One backward pass adds once to a gradient;
@@ -292,10 +292,12 @@ class Gradients:
     def close(self) -> list[int]:
         """End a micro-batch; returns which of the trained parameters have got a gradient.
 
-        Raises GradientsWritten if its backward pass, or code after it, wrote more than one sum, and
-        RuntimeError if `.grad` of an isolated micro-batch was written to after the backward pass.
+        Raises GradientsWritten if its backward pass, or code after it, wrote more than one sum,
+        ParametersWritten, and RuntimeError if `.grad` of an isolated micro-batch was written to
+        after the backward pass.
         """
         self._is_open = False
+        self.check_parameters()  # now: a parameter may move in the next one, which hides a write
         if not all(map(self._is_as_taken, self._taken)):
             raise GradientsWritten
         self._check_left()

@@ -126,7 +126,7 @@ class AfterStep:
         """
         if self._has_handed_over:
             return
-        packed = self.state.packed(whole=True)
+        packed = self.state.packed()
         kept = replace(packed, tensors=[tensor.clone() for tensor in packed.tensors])
         yield Finished(self.state.committed - 1)
         self.state.load(unpack(kept))

@@ -302,10 +302,6 @@ class Checkpointing:
                 checkpoints.drop()
 
     def _begin(self, checkpoints: Checkpoints, world: Peers) -> None:
-        frozen = self.state.frozen
-        if frozen.run:
-            frozen.agree(world.gather_texts(frozen.report(
-                self.state.named_tensors(), world.rank, world.size)))
         checkpoints.compare_tensors(self.state, world)
         if not checkpoints.are_mixed:
             with self.events.trace.span("checkpoint"):

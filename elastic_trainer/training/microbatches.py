@@ -146,11 +146,11 @@ class Microbatches:
 
     def _reopen(self) -> None:
         """Put back what the forward pass of the micro-batch before has changed, if there was
-        one."""
+        one. Extra state is put back in any case: to set what was got may change it."""
         is_first, self._is_as_begun = self._is_as_begun, False
-        if is_first:
-            return
         has_extra = bool(self.state.extra_state.modules)
+        if is_first and not has_extra:
+            return
         if has_extra:
             self.flat.gradients.check_parameters()
         self.state.reopen()

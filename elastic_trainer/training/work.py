@@ -45,8 +45,6 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
                       identity=identity | cut_of(numbers),
                       optimizers=dict(zip(job.phases, members_of(job.optimizer), strict=True)))
     state.extras, state.phases = job.state, len(job.phases)
-    state.frozen.carries_all = job.carry_frozen
-    state.frozen.prove(state.named_tensors())
     if job.logs:
         state.run_id = secrets.token_hex(8)  # that of rank 0 holds: the others receive its state
     if job.best:

@@ -91,7 +91,7 @@ def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
         return None
     step = state.ticks, state.begun
     packed = pack({
-        "pid": os.getpid(), "state": state.values(whole=True), "in_flight": state.in_flight(),
+        "pid": os.getpid(), "state": state.values(), "in_flight": state.in_flight(),
         "gradients": gradients, "facts": json.dumps(facts)}, state.classes)
     try:
         descriptor = os.memfd_create("live-state")

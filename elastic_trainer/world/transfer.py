@@ -66,7 +66,6 @@ class Transfer:
         takers = [rank for rank in range(world.size) if rank not in givers]
         givers = givers[:1] if self._gives_alone else givers
         is_giver, is_taker = world.rank in givers, world.rank in takers
-        self._agree_on_frozen(state, givers, takers)
         packed = state.packed() if is_giver else None
         header_bytes, payload_bytes = self._agree(packed, givers, state.committed)
         self._events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
@@ -84,24 +83,6 @@ class Transfer:
             self._events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,
                               duration_s=round(time.monotonic() - started, 4))
         self._events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)
-
-    def _agree_on_frozen(self, state: LiveState, givers: list[int], takers: list[int]) -> None:
-        """Agree on what the newcomers have built themselves, so that it need not be sent.
-
-        Network: names and digests, and nothing if no worker has frozen content.
-        """
-        if not state.frozen.is_possible():
-            return
-        tensors, rank = state.named_tensors(), self._world.rank
-        mine = ""
-        if rank in givers:
-            mine = state.frozen.report(tensors, givers.index(rank), len(givers))
-        elif rank in takers:
-            mine = state.frozen.built(tensors)
-        texts = self._world.gather_texts(mine)
-        if rank not in takers:
-            state.frozen.agree([texts[giver] for giver in givers],
-                               [texts[taker] for taker in takers])
 
     def _agree(self, packed: Packed | None, givers: list[int], step: int) -> tuple[int, int]:
         """Compare what the givers hold; return the bytes of header and payload."""

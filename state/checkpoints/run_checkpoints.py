@@ -111,8 +111,6 @@ class Checkpoints:
         if before and self.known.parts_step == self.known.newest_step:
             share.planned_s = PLANNED * (now - before)  # the next one is due as much later
         try:
-            if is_alone:
-                state.frozen.agree([state.frozen.report(state.named_tensors(), 0, 1)])
             with no_search_for_cycles():
                 packed = state.packed()
         except Exception as error:

@@ -110,7 +110,6 @@ class Job:
     scheduler: LRScheduler | None = None
     """Sets the rates instead of `rate`."""
     on_nan: str = "raise"
-    carry_frozen: bool = False
     """The policy for a loss that is not finite (failures.py)."""
     words: Words = OF_TRAIN
     """What messages call the options."""
@@ -177,7 +176,7 @@ def checked(model: torch.nn.Module,
         clip_value=options["clip_value"],
         precision=precision_of(options["precision"], device.type),
         scaler=scaler_of(options["precision"], options["scaler"], device.type),
-        on_nan=options["on_nan"], carry_frozen=options["carry_frozen"],
+        on_nan=options["on_nan"],
         collate=collate,
         readers=Readers(Reader(dataset, collate, MicrobatchRecipe(numbers), options["loader"],
                                device)),
