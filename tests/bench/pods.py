@@ -11,7 +11,9 @@ A pause is the longest time between two finished steps around the change, less a
 before. The time until a lost pod is replaced is the Job controller's, and no part of a pause.
 
 Last line: one JSON object with the medians drain_s, loss_s, join_s, local_drain_s, …, the ratios
-drain_ratio, …, and the resident memory poller_mib, driver_mib (supervisor and driver), log_mib.
+drain_ratio, …; coordinator_mib, the memory of the coordinator's pod with the pages that its
+processes share counted once, as the limit of a pod counts them; and the resident memory poller_mib,
+driver_mib (supervisor, driver, and a tunnel for each worker), log_mib.
 """
 
 from __future__ import annotations
@@ -95,13 +97,18 @@ def local(folder: Path, turns: int) -> list[tuple[str, float]]:
 
 
 def memory(fleet: PodFleet) -> dict[str, float]:
-    """Return the resident memory of the coordinator's containers, in MiB."""
+    """Return the memory of the coordinator's containers, in MiB."""
     assert fleet.kubelet
     pod = next(one for one in fleet.kubelet.running.values() if one.name == fleet.coordinator())
-    return {f"{name}_mib": round(sum(
-        one.memory_info().rss for one in psutil.Process(process.pid).children(recursive=True)
-        if "python" in one.name() or "elastic" in one.name()) / 2**20, 1)
-            for name, process in (*pod.containers.items(), *pod.sidecars.items())}
+    # The tests' own unshare and shell, above a container's processes, are no part of it.
+    sizes = {name: [one.memory_full_info() for one
+                    in psutil.Process(process.pid).children(recursive=True)
+                    if "python" in one.name() or "elastic" in one.name()]
+             for name, process in (*pod.containers.items(), *pod.sidecars.items())}
+    return {"coordinator_mib": round(sum(
+        one.pss for found in sizes.values() for one in found) / 2**20, 1)} | {
+            f"{name}_mib": round(sum(one.rss for one in found) / 2**20, 1)
+            for name, found in sizes.items()}
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
