@@ -292,12 +292,11 @@ class Gradients:
     def close(self) -> list[int]:
         """End a micro-batch; returns which of the trained parameters have got a gradient.
 
-        Raises GradientsWritten if its backward pass, or code after it, wrote more than one sum,
-        ParametersWritten, and RuntimeError if `.grad` of an isolated micro-batch was written to
-        after the backward pass.
+        Raises ParametersWritten; GradientsWritten if its backward pass, or code after it, wrote
+        more than one sum; RuntimeError if `.grad` of an isolated one was written to after that.
         """
         self._is_open = False
-        self.check_parameters()  # now: a parameter may move in the next one, which hides a write
+        self.check_parameters()  # a move in the next one would hide a write
         if not all(map(self._is_as_taken, self._taken)):
             raise GradientsWritten
         self._check_left()

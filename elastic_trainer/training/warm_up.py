@@ -296,6 +296,7 @@ class WarmUp:
             flat.add_into(flat.sums)
             for tensor in flat.sums.values():  # no version counts a `.grad.data.zero_()`
                 tensor.fill_(1.0)
+            flat.gradients.begin()
             flat.gradients.open()
             self.scaling.open()
             microbatch = Microbatch(
