@@ -194,35 +194,18 @@ def end_orphans(past: Past, run_dir: Path, reach: Reach, events: Events) -> None
     # The newest driver may have died before it had logged the workers that it had just started.
     unlogged = [(pid, name) for pid, (attempt, name) in remote.workers_of(str(run_dir)).items()
                 if attempt == str(newest) and (attempt, name) not in logged]
-    for pid, name in _end_here([(event["pid"], event["worker"]) for event in living] + unlogged,
-                               run_dir):
+    workers = [(event["pid"], event["worker"]) for event in living] + unlogged
+    # They notice by themselves that the driver is gone, unless a frozen driver still holds their
+    # connections.
+    _, stay = remote.end_living(
+        lambda: [one for one in workers if is_worker(*one, run_dir)], remote.ORPHANS_S)
+    for pid, name in stay:
         events.emit("run.host_not_reached", host=socket.gethostname(), reason=(
             f"process {pid} of worker {name} lives {remote.KILLED_S:.0f} s after its SIGKILL"))
     # Workers of older attempts were ended before the newest one started.
     _end_elsewhere({event["host"]: event.get("address", event["host"]) for event in living
                     if event.get("over_ssh") and event["attempt"] == newest}, run_dir, reach,
                    events)
-
-
-def _end_here(workers: list[tuple[int, str]], run_dir: Path) -> list[tuple[int, str]]:
-    """End workers (pid, name) on this machine; return those that have not ended. They notice by
-    themselves that the driver is gone, unless a frozen driver still holds their connections."""
-    left = _await_their_end(workers, run_dir, remote.ORPHANS_S)
-    for pid, _ in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return _await_their_end(left, run_dir, remote.KILLED_S)
-
-
-def _await_their_end(workers: list[tuple[int, str]], run_dir: Path, limit_s: float
-                     ) -> list[tuple[int, str]]:
-    """Wait until workers have ended, at most so long; return those that have not."""
-    deadline = time.monotonic() + limit_s
-    while left := [one for one in workers if is_worker(*one, run_dir)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.05)
-    return left
 
 
 def _end_elsewhere(hosts: dict[str, str], run_dir: Path, reach: Reach, events: Events) -> None:

@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 MARK = "\x1eelastic-trainer-"
@@ -54,6 +55,10 @@ once faulthandler may drop one."""
 
 Names = tuple[str, str, str]
 """A worker's name, its attempt, and its run's folder."""
+Process = tuple[int, object]
+"""A pid, and what is known of the process."""
+Living = Callable[[], list[Process]]
+"""Returns those of some processes that live."""
 
 
 class Messages:
@@ -198,18 +203,25 @@ def end(group: int, number: int) -> None:
 def end_run(run_dir: str, grace_s: float = ORPHANS_S) -> int:
     """Wait until a run has no worker on this host; kill those that stay, print their number, and
     wait for their end. Returns 1 if one still lives then."""
-    left = await_no_worker(run_dir, grace_s)
-    for pid in left:
+    killed, stay = end_living(lambda: list(workers_of(run_dir).items()), grace_s)
+    print(len(killed))
+    return 1 if stay else 0
+
+
+def end_living(living: Living, grace_s: float) -> tuple[list[Process], list[Process]]:
+    """Wait until no process is `living`; kill those that stay, and wait for their end. Returns
+    those that were killed, and those that still live."""
+    killed = await_end(living, grace_s)
+    for pid, _ in killed:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    print(len(left))
-    return 1 if left and await_no_worker(run_dir, KILLED_S) else 0
+    return killed, await_end(living, KILLED_S) if killed else []
 
 
-def await_no_worker(run_dir: str, limit_s: float) -> dict[int, tuple[str, str]]:
-    """Wait until a run has no worker on this host, at most so long; return those that are left."""
+def await_end(living: Living, limit_s: float) -> list[Process]:
+    """Wait until no process is `living`, at most so long; return those that are."""
     deadline = time.monotonic() + limit_s
-    while (left := workers_of(run_dir)) and time.monotonic() < deadline:
+    while (left := living()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
