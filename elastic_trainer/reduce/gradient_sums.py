@@ -51,7 +51,7 @@ class GradientsWritten(Exception):
 
 
 class ParametersWritten(RuntimeError):
-    """The user's code has changed parameters while a step was computed."""
+    """The user's code has changed parameters while a micro-batch was computed."""
 
 
 SUM_BYTES = 4

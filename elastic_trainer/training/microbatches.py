@@ -108,7 +108,6 @@ class Microbatches:
             self.flat.add_counts(self.reducer.mine(), self.left.mark)
         if self.error is None:
             with self.user_code():
-                self.flat.gradients.check_parameters()
                 self.work.check()
         return sum(map(len, run.values())), schedule.digest(step, run)
 

@@ -180,7 +180,6 @@ def _frozen(value: Any) -> Any:
     return value if is_scalar(value) and value == value else repr(value)
 
 
-
 def _name(place: tuple[Any, str]) -> str:
     owner, attribute = place
     return f"{getattr(owner, '__qualname__', owner)}.{attribute}"
