@@ -31,6 +31,17 @@ class Unavailable(Exception):
 
 
 @contextmanager
+def or_skip() -> Iterator[None]:
+    """Skip the test if a server that the block starts is not available."""
+    import pytest
+
+    try:
+        yield
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@contextmanager
 def process(command: Sequence[str | Path], log: Path,
             **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a server for as long as the block."""

@@ -41,11 +41,8 @@ WAIT_S = 60.0
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    try:
-        with s3_servers.ministack(tmp_path_factory.mktemp("s3")) as endpoint:
-            yield endpoint
-    except s3_servers.Unavailable as error:
-        pytest.skip(str(error))
+    with s3_servers.or_skip(), s3_servers.ministack(tmp_path_factory.mktemp("s3")) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture

@@ -46,11 +46,8 @@ UNAVAILABLE = {"request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)
 @pytest.fixture(scope="module")
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cloud]:
     """The fleet, applied once for all tests here, in their order."""
-    try:
-        with Cloud(tmp_path_factory.mktemp("cloud")) as cloud:
-            yield cloud
-    except s3_servers.Unavailable as error:
-        pytest.skip(str(error))
+    with s3_servers.or_skip(), Cloud(tmp_path_factory.mktemp("cloud")) as cloud:
+        yield cloud
 
 
 @pytest.fixture

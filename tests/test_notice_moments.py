@@ -129,12 +129,10 @@ def test_sigterm_in_a_boot_a_warm_up_or_on_the_way_in_costs_no_step(tmp_path: Pa
 def proxy(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
           ) -> Iterator[FaultyProxy]:
     """A proxy of a server, to which AWS's variables point."""
-    try:
-        with s3_servers.ministack(tmp_path_factory.mktemp("s3")) as endpoint, \
-                proxied(endpoint, monkeypatch) as proxy:
-            yield proxy
-    except s3_servers.Unavailable as error:
-        pytest.skip(str(error))
+    with s3_servers.or_skip(), \
+            s3_servers.ministack(tmp_path_factory.mktemp("s3")) as endpoint, \
+            proxied(endpoint, monkeypatch) as proxy:
+        yield proxy
 
 
 def test_a_notice_in_the_middle_of_a_save_costs_no_step(proxy: FaultyProxy, tmp_path: Path,

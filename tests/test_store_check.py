@@ -35,11 +35,8 @@ RUN = ("import json, sys\n"
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real server, with its bucket."""
-    try:
-        with s3_servers.ministack(tmp_path_factory.mktemp("s3")) as endpoint:
-            yield endpoint
-    except s3_servers.Unavailable as error:
-        pytest.skip(str(error))
+    with s3_servers.or_skip(), s3_servers.ministack(tmp_path_factory.mktemp("s3")) as endpoint:
+        yield endpoint
 
 
 def environment(endpoint: str, **given: str) -> dict[str, str]:

@@ -328,11 +328,8 @@ def blocks_in(folder: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A real S3 server with a bucket."""
-    try:
-        with s3_servers.ceph(tmp_path_factory.mktemp("ceph")) as endpoint:
-            yield endpoint
-    except s3_servers.Unavailable as error:
-        pytest.skip(str(error))
+    with s3_servers.or_skip(), s3_servers.ceph(tmp_path_factory.mktemp("ceph")) as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
