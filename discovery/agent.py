@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from elastic_trainer.discovery.client import signed_parts
@@ -114,9 +114,9 @@ class AgentServer(Gate):
 
 
 def serve(bind: str, port: int, key: bytes, agent: Agent,
-          announce: Callable[[int], None], *, grace_s: float, stopped: str,
+          announce: Callable[[int], None], *, grace_s: Mapping[int, float], stopped: str,
           starts: StartOptions | None = None) -> bool:
-    """Run the agent until SIGTERM, which drains the host first, for at most `grace_s`.
+    """Run the agent until a signal of `grace_s`, which drains the host first, for at most its time.
 
     A machine that shuts down stops its services first. `stopped` is the reason that users read.
     Returns True if the agent has ended with its run (`starts.ends_with_run`).
@@ -128,8 +128,8 @@ def serve(bind: str, port: int, key: bytes, agent: Agent,
         agent.count_only_own(address)
     stopping, examined = threading.Event(), threading.Event()
 
-    def stop() -> None:
-        agent.drain(stopped, time.time() + grace_s, for_good=False)
+    def stop(number: int) -> None:
+        agent.drain(stopped, time.time() + grace_s[number], for_good=False)
         stopping.set()
 
     def examine() -> None:
@@ -139,7 +139,9 @@ def serve(bind: str, port: int, key: bytes, agent: Agent,
             stopping.wait(EXAMINE_S)
 
     # In a thread: the handler may interrupt this one where it holds a lock that `stop` needs.
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=stop, daemon=True).start())
+    for each in grace_s:
+        signal.signal(each, lambda number, _: threading.Thread(
+            target=stop, args=(number,), daemon=True).start())
     threading.Thread(target=examine, daemon=True).start()
     examined.wait(HUNG_S)  # no answer is "ready" before the first examination
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -11,6 +11,7 @@ import argparse
 import importlib
 import os
 import pwd
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,9 +79,13 @@ def _run_agent(options: argparse.Namespace) -> int:
     elif any(starts):
         raise ValueError("--workers-end-with-agent and --end-with-run are for an agent that starts "
                          "workers. Give --starts-workers, too.")
-    is_over = serve(options.bind, options.port, key, Agent(metadata, options.folder, user),
-                    lambda port: print(port, flush=True), grace_s=options.grace,
-                    stopped=options.stop_reason, starts=starts if options.starts_workers else None)
+    grace_s = {signal.SIGTERM: options.grace}
+    if options.warned_grace is not None:
+        grace_s[signal.SIGUSR1] = options.warned_grace
+    agent = Agent(metadata, options.folder, user, replaced_after_end=options.replaced_after_end)
+    is_over = serve(options.bind, options.port, key, agent, lambda port: print(port, flush=True),
+                    grace_s=grace_s, stopped=options.stop_reason,
+                    starts=starts if options.starts_workers else None)
     return 0 if is_over else int(options.stopped_exit_code)
 
 
@@ -205,6 +210,11 @@ def _add_agent(agent: argparse.ArgumentParser) -> None:
     add("--no-metadata", action="store_true", help="this machine has none")
     add("--grace", type=_seconds, default=GRACE_S, metavar="SECONDS",
         help="how long the host may drain after SIGTERM, until it is killed (%(default)s)")
+    add("--warned-grace", type=_seconds, metavar="SECONDS",
+        help="SIGUSR1 is a notice, too, and the host may drain for this long after it")
+    add("--replaced-after-end", action="store_true",
+        help="the place starts another host only when this one has ended, so that its workers do "
+             "not wait for one")
     add("--stop-reason", default="the host is being stopped", metavar="TEXT",
         help="what SIGTERM means here, as users read it (%(default)s)")
     add("--starts-workers", action="store_true",

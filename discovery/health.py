@@ -21,6 +21,7 @@ What always holds:
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shutil
@@ -47,6 +48,9 @@ NVIDIA_SMI_S = 10.0
 HURRY_S = 30.0
 """The end of a notice's time that is left to workers: enough for the rest of a step and a
 rendezvous. Of a short notice it is the second half."""
+WAITS_S = 5.0
+"""A worker that waits for longer waits for other hosts. One that leaves in a rendezvous waits for
+less than a second."""
 DISK_FREE = 0.02
 MEMORY_FREE = 0.02
 MOST_WORKERS, MOST_NAME = 256, 120
@@ -106,15 +110,20 @@ class Agent:
 
     def __init__(self, metadata: Machine | None, folder: Path, user: int | None = None, *,
                  devices: Path = Path("/dev"), hung_s: float = HUNG_S,
+                 replaced_after_end: bool = False,
                  find_workers: Callable[[int | None], list[dict[str, Any]]] = workers,
                  count_gpus: Callable[[], int | None] = gpu_count,
                  find_illness: Callable[[Path], str] = illness):
         self.metadata, self.folder, self.user, self.hung_s = metadata, folder, user, hung_s
+        self.replaced_after_end = replaced_after_end
+        """The place starts another host only when this one has ended."""
         self._find_workers, self._count_gpus = find_workers, count_gpus
         self._find_illness = find_illness
         self._lock = threading.Lock()
         self._drains: dict[str, Any] | None = None
         self._rebalance = self._has_called = False
+        self._waits_since: dict[int, float] = {}
+        """The workers that wait on this draining host, by pid: since when."""
         self._sick = self._unknown = self._unexamined = ""
         self._gpus = len(list(devices.glob("nvidia[0-9]*")))
         self._answering_gpus: int | None = None
@@ -128,30 +137,46 @@ class Agent:
         self._find_workers = partial(workers, agent=address)
 
     def drain(self, why: str, deadline: float | None, for_good: bool = True) -> None:
-        """Start to drain: for good, or while this process lives."""
+        """Start to drain: for good, or while this process lives. A later notice can only shorten
+        the time of one that is as final."""
         with self._lock:
-            if self._drains is None or for_good and not self._drains["for_good"]:
+            known = self._drains
+            if known is None or for_good and not known["for_good"]:
                 self._drains = {"why": why, "deadline": deadline, "for_good": for_good}
-                left_s = (deadline or 0.0) - time.time()
-                self._hurries_at = (deadline or 0.0) - min(HURRY_S, max(0.0, left_s / 2))
+            elif deadline is not None and deadline < (known["deadline"] or math.inf):
+                self._drains = known | {"deadline": deadline}
+            else:
+                return
+            left_s = (deadline or 0.0) - time.time()
+            self._hurries_at = (deadline or 0.0) - min(HURRY_S, max(0.0, left_s / 2))
 
     def last_call(self) -> None:
         """Send SIGTERM, once, to the workers that are still here when the time is nearly over.
 
-        They then leave without waiting for other workers.
+        They then leave without waiting for other workers. If no other host can come before this
+        one has ended, workers that wait get it at once.
         """
         with self._lock:
-            deadline = self._drains["deadline"] if self._drains else None
-            if self._has_called or deadline is None or time.time() < self._hurries_at:
-                return
+            drains, now = self._drains, time.time()
+            is_late = bool(drains and drains["deadline"] is not None and now >= self._hurries_at)
+        if drains is None or self._has_called or not (is_late or self.replaced_after_end):
+            return
         try:
             found = self.workers()
         except OSError:
             return  # no descriptor is free: the next turn tries again
-        self._has_called = True
-        for worker in found:
+        self._has_called = is_late
+        for pid in [worker["pid"] for worker in found] if is_late else self._waiting(found, now):
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(worker["pid"], signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM)
+
+    def _waiting(self, found: list[dict[str, Any]], now: float) -> list[int]:
+        """Return the workers that have begun to wait for other hosts; each one once."""
+        pids = [worker["pid"] for worker in found if worker["doing"].startswith("waiting")]
+        self._waits_since = {pid: self._waits_since.get(pid, now) for pid in pids}
+        late = [pid for pid, since in self._waits_since.items() if now - since > WAITS_S]
+        self._waits_since |= dict.fromkeys(late, math.inf)
+        return late
 
     def workers(self) -> list[dict[str, Any]]:
         """Return the workers on this machine. Raises OSError when no descriptor is free."""

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge")
 PROGRAMS = ("slurmctld", "slurmd", "munged", "squeue", "sbatch", "scontrol")
 SYSTEM_PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+KILL_WAIT_S = 50
 CONF = """ClusterName=lab
 SlurmctldHost=coordinator({controller})
 SlurmctldPort=17817
@@ -54,7 +55,7 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 ReturnToService=2
 SlurmdTimeout=12
-KillWait=10
+KillWait={kill_wait_s}
 InactiveLimit=0
 MinJobAge=300
 """
@@ -119,7 +120,8 @@ class Slurm:
         lines.append(f"PartitionName=prod Nodes={spot} PriorityTier=10 PreemptMode=OFF")
         if self.sends_signal:
             lines.append("SlurmctldParameters=preempt_send_user_signal")
-        conf = CONF.format(controller=lab.address(COORDINATOR), folder=self.folder)
+        conf = CONF.format(controller=lab.address(COORDINATOR), folder=self.folder,
+                           kill_wait_s=KILL_WAIT_S)
         if self.accounts:
             conf = conf.replace("PreemptType=preempt/partition_prio\n",
                                 slurm_accounts.conf_of(self))
@@ -197,6 +199,11 @@ class Slurm:
     def task_on(self, node: str) -> str:
         """Return the task that runs on a node, as A_T."""
         return self.call("squeue", "-h", "--name=train", f"--nodelist={node}", "--format=%i")
+
+    def options_of_agent(self, node: str) -> list[str]:
+        """Return the command line of the agent on a node."""
+        return self.lab.inside(node, "sh", "-c", "cat $(grep -lz -- '^--warned-grace$' "
+                               "/proc/[0-9]*/cmdline 2>/dev/null)").split("\0")
 
     def wait_for_controller(self) -> None:
         """Wait until slurmctld answers."""

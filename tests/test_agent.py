@@ -523,15 +523,63 @@ def test_workers_first_have_the_half_of_a_short_notice_to_leave_by_the_driver_s_
     assert sent == [(12345, signal.SIGTERM)]
 
 
+def test_workers_wait_for_no_host_that_can_come_only_after_their_own_has_ended(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All hosts of a fleet drain at once, and their place starts others only after them: a Job of
+    Kubernetes, an array of Slurm. Workers that wait get SIGTERM once; those that train or leave in
+    a rendezvous do not. Elsewhere they wait until the time is nearly over."""
+    sent: list[int] = []
+    now = [1000.0]
+    doing = {11: "waiting 7", 12: "step 7", 13: "booting"}
+    monkeypatch.setattr("os.kill", lambda pid, number: sent.append(pid))
+    monkeypatch.setattr("time.time", lambda: now[0])
+    agent, other = (Agent(None, tmp_path, replaced_after_end=so, find_workers=lambda _: [
+        {"pid": pid, "doing": what} for pid, what in doing.items()]) for so in (True, False))
+
+    def turns(count: int) -> list[int]:
+        for _ in range(count):
+            now[0] += 1.0
+            agent.last_call()
+            other.last_call()
+        return sent
+
+    assert turns(20) == []  # neither drains
+    agent.drain("the pod is being stopped", now[0] + 90.0, for_good=False)
+    other.drain("the pod is being stopped", now[0] + 90.0, for_good=False)
+    assert turns(4) == []
+    doing[12] = "waiting 8"
+    assert turns(3) == [11]
+    assert turns(20) == [11, 12]
+    assert sorted(turns(60)) == [11, 11, 11, 12, 12, 12, 13, 13]  # both in the last 30 s
+
+
+def test_a_second_notice_only_shortens_the_time_of_the_first(tmp_path: Path) -> None:
+    """Slurm warns a task, and sends SIGTERM when its grace is over. A notice that is final is told
+    in place of one that is not."""
+    agent = Agent(None, tmp_path)
+    for why, deadline, for_good, now_says in (
+            ("warned", 5000.0, False, ("warned", 5000.0, False)),
+            ("stopped", 6000.0, False, ("warned", 5000.0, False)),
+            ("stopped", 4000.0, False, ("warned", 4000.0, False)),
+            ("terminate", 8000.0, True, ("terminate", 8000.0, True)),
+            ("stopped", 7000.0, False, ("terminate", 7000.0, True)),
+            ("unknown", None, False, ("terminate", 7000.0, True))):
+        agent.drain(why, deadline, for_good)
+        told = agent.health()
+        assert (told["why"], told["deadline"], told["for_good"]) == now_says, why
+
+
 def test_the_agent_s_end_is_as_its_place_wants_it(tmp_path: Path, key: Path) -> None:
     """It says why it is stopped and when its time is over, and ends with the exit code that makes
-    the place start it again. It has no code of a place that is not its own."""
+    the place start it again. A warning by SIGUSR1 leaves it more time than SIGTERM. It has no code
+    of a place that is not its own."""
     code = "import sys; from elastic_trainer.discovery.__main__ import main; " \
            "code = main(sys.argv[1:]); print({'boto3', 'pydantic'} & {*sys.modules}); " \
            "sys.exit(code)"
     options = ["agent", "--bind", "127.0.0.1", "--port", "0", "--key-file", key, "--folder",
-               tmp_path, "--no-metadata", "--grace", "40", "--stop-reason", "the pod gets SIGTERM",
-               "--stopped-exit-code", "75", "--starts-workers"]
+               tmp_path, "--no-metadata", "--grace", "400", "--warned-grace", "900",
+               "--stop-reason", "the place ends it", "--stopped-exit-code", "75",
+               "--starts-workers"]
     with subprocess.Popen([sys.executable, "-c", code, *map(str, options)], cwd=ROOT, text=True,
                           stdout=subprocess.PIPE) as process:
         try:
@@ -539,11 +587,14 @@ def test_the_agent_s_end_is_as_its_place_wants_it(tmp_path: Path, key: Path) -> 
             address = f"127.0.0.1:{process.stdout.readline().strip()}"
             with worker("a/0/1", agent=address):
                 before = time.time()
+                process.send_signal(signal.SIGUSR1)
+                first = wait_for("warning", lambda: ask(address, read_key(key), 5.0).deadline)
+                assert before + 900 <= first <= time.time() + 900
                 process.send_signal(signal.SIGTERM)
-                wait_for("drain", lambda: ask(address, read_key(key), 5.0).state == "draining")
+                wait_for("drain", lambda: (ask(address, read_key(key), 5.0).deadline or 0) < first)
                 answer = ask(address, read_key(key), 5.0)
-                assert answer.why == "the pod gets SIGTERM" and not answer.for_good
-                assert answer.deadline and before + 40 <= answer.deadline <= time.time() + 40
+                assert answer.why == "the place ends it" and not answer.for_good
+                assert answer.deadline and before + 400 <= answer.deadline <= time.time() + 400
             assert process.wait(120) == 75 and process.stdout.read() == "set()\n"
         finally:
             process.kill()

@@ -168,6 +168,13 @@ def test_a_drain_has_the_grace_of_its_pod() -> None:
     assert f"--grace={pod['terminationGracePeriodSeconds']}" in arguments
 
 
+def test_workers_wait_for_another_pod_only_where_one_comes_before_their_own_has_ended() -> None:
+    """A Job replaces a pod when it has ended, a Deployment while it drains."""
+    assert "--replaced-after-end" in pod_of("workers")["containers"][0]["args"]
+    deployment = job("workers", "deployment")["spec"]["template"]["spec"]
+    assert "--replaced-after-end" not in deployment["containers"][0]["args"]
+
+
 def test_an_index_that_lost_its_pod_runs_again_until_the_run_is_finished() -> None:
     """A pod that succeeds is never replaced, so an agent that is stopped fails. One that saw the
     end of the run ends the Job."""

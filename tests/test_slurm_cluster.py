@@ -53,7 +53,8 @@ def nothing_lost(fleet: SlurmFleet) -> bool:
 def test_slurm_preempts_requeues_and_loses_a_node(lab: Lab, tmp_path: Path,
                                                   twin_of: Twin) -> None:
     """A preempted task leaves in its grace with nothing lost, is requeued, and joins again under
-    another name. A node without power costs the step in flight. The coordinator is a job, and its
+    another name. Its agent promises the KillWait of the cluster after SIGTERM. A node without power
+    costs the step in flight. The coordinator is a job, and its
     end ends the tasks. A partition that is not there is one sentence, and so are tasks of several
     nodes: nothing is submitted. A poller that Slurm does not accept, because there is no munged,
     ends with one, too."""
@@ -75,6 +76,8 @@ def test_slurm_preempts_requeues_and_loses_a_node(lab: Lab, tmp_path: Path,
         with fleet:
             generation = fleet.wait_for_world(3)
             first = fleet.hosts()
+            agent = slurm.options_of_agent("h1")
+            assert agent[agent.index("--grace") + 1] == str(slurm_lab.KILL_WAIT_S)
             fleet.wait_for_step(3)
             taken = slurm.preempt("h1")
             generation = fleet.wait_for_world(2, after=generation)
@@ -127,6 +130,26 @@ def test_slurm_ends_tasks_at_their_time_limit_and_slurmctld_is_away(
         result = fleet.assert_nothing_lost(twin_of(*LONG), victims=0)
         print(fleet.story())
     assert (result["attempts"], result["steps_redone"]) == (1, 0)
+
+
+@pytest.mark.long
+def test_all_tasks_reach_their_time_limit_at_once(lab: Lab, tmp_path: Path,
+                                                  twin_of: Twin) -> None:
+    """Slurm starts a task again when it has ended, so no worker waits for others until the limit.
+    All leave with a checkpoint, and the next attempt begins there."""
+    cluster = {"spot": THREE, "cpu": ["h9"]}
+    with Slurm(lab, tmp_path / "slurm", cluster) as slurm, SlurmFleet(
+            slurm, tmp_path / "fleet", tasks=["--array=0-2", "--partition=spot", "--time=3"],
+            job=MEDIUM) as fleet:
+        fleet.wait_for_world(3)
+        fleet.wait_for("second attempt", lambda: [
+            e for e in fleet.events("worker.generation_started") if e["attempt"] == 2],
+            deadline_s=300)
+        assert nothing_lost(fleet), fleet.story()
+        assert fleet.finish() == 0
+        result = fleet.assert_nothing_lost(twin_of(*MEDIUM), victims=0)
+        print(fleet.story())
+    assert (result["attempts"] > 1, result["steps_redone"]) == (True, 0)
 
 
 @pytest.mark.long
