@@ -22,6 +22,7 @@ from s3_servers import Unavailable
 from waiting import wait_for
 
 Twin = Callable[..., str]
+SHORT_JOB = ("--steps", "160", "--step-s", "0.35", "--checkpoint-every", "10")
 JOB = ("--steps", "220", "--step-s", "0.35", "--checkpoint-every", "10")
 LONG_JOB = ("--steps", "800", "--step-s", "0.35", "--checkpoint-every", "10")
 """More than the story needs, unless the machine is slow: `finish` ends it."""
@@ -72,7 +73,7 @@ def test_an_evicted_pod_loses_nothing_and_a_deleted_one_the_step_in_flight(
     both Jobs are complete, and no pod is left. The run's events are lines of JSON on the stdout of
     a container, and those that an operator must see are Events of Kubernetes. No process of the
     coordinator has a large library in memory."""
-    with pods(lab, tmp_path, JOB, workers=4, nodes=7) as fleet:
+    with pods(lab, tmp_path, SHORT_JOB, workers=4, nodes=7) as fleet:
         fleet.forms(4)
         fleet.wait_for_step(3)
         evicted, deleted, *_ = fleet.workers()
@@ -81,13 +82,12 @@ def test_an_evicted_pod_loses_nothing_and_a_deleted_one_the_step_in_flight(
         assert fleet.lost() == [], fleet.story()
         (out,) = fleet.host_events("discovery.host_out", evicted)
         assert out["why"].startswith(DELETED), out
-        fleet.forms(4)
         fleet.delete_at_once(deleted)
-        fleet.forms(3)
+        fleet.wait_for("its end", fleet.lost)
         fleet.forms(4)
         assert fleet.libraries(("orjson", *LARGE)) == {"orjson"}
         assert fleet.finish() == 0
-        result = fleet.assert_nothing_lost(twin_of(*JOB), victims=1)
+        result = fleet.assert_nothing_lost(twin_of(*SHORT_JOB), victims=1)
         fleet.wait_for_no_pod()
         assert {"run.started", "run.finished"} <= {event["event"] for event in fleet.printed()}
         print(fleet.story(), fleet.told())
