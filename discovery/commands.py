@@ -79,7 +79,7 @@ def _run_agent(options: argparse.Namespace) -> int:
     elif any(starts):
         raise ValueError("--workers-end-with-agent and --end-with-run are for an agent that starts "
                          "workers. Give --starts-workers, too.")
-    grace_s = {signal.SIGTERM: options.grace}
+    grace_s: dict[int, float] = {signal.SIGTERM: options.grace}
     if options.warned_grace is not None:
         grace_s[signal.SIGUSR1] = options.warned_grace
     agent = Agent(metadata, options.folder, user, replaced_after_end=options.replaced_after_end)
