@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from elastic_trainer.data.mixture import Mixture as Mixture
     from elastic_trainer.data.parquet import ParquetFiles as ParquetFiles
     from elastic_trainer.data.tar import TarShards as TarShards
+    from elastic_trainer.deepspeed.given import from_deepspeed as from_deepspeed
     from elastic_trainer.evaluate.best import KeepBest as KeepBest
     from elastic_trainer.evaluate.best import keep_best as keep_best
     from elastic_trainer.evaluate.evaluation import Evaluation as Evaluation
@@ -40,7 +41,8 @@ _WHERE = {
     "LossNotFinite": "training.failures", "Mixture": "data.mixture", "ParquetFiles": "data.parquet",
     "Result": "training.job.job", "TarShards": "data.tar", "Weighted": "schedule.order",
     "constant": "schedule.learning_rate", "cosine": "schedule.learning_rate",
-    "decay_groups": "training.job.optimizers", "gather": "reduce.buffers",
+    "decay_groups": "training.job.optimizers", "from_deepspeed": "deepspeed.given",
+    "gather": "reduce.buffers",
     "inverse_root": "schedule.learning_rate", "linear_decay": "schedule.learning_rate",
     "linear_scaling": "schedule.learning_rate", "local_rank": "training.worker",
     "step_decay": "schedule.learning_rate", "Step": "training.step", "Swa": "training.job.averages",

@@ -34,8 +34,9 @@ from elastic_trainer.wire.redact import redacted_settings
 
 VARIABLE = "ELASTIC_TRAINER_CONFIG"
 """Holds what `Configuration.from_text` reads."""
-TRAINING, RUN = "training", "run"
-"""The sections of the trainer's options and of the launcher's. All others are the user's."""
+TRAINING, RUN, DEEPSPEED = "training", "run", "deepspeed"
+"""The sections of the trainer's options, of the launcher's, and of DeepSpeed's JSON (--deepspeed).
+All others are the user's."""
 SCRIPTS_OWN = ("lr",)
 """Keys of the section `training` that are numbers of the script's own: it builds its optimizer with
 them. (The option `lr` is an object, which no file has.)"""

@@ -40,6 +40,7 @@ from elastic_trainer.adapters.transformers_arguments import (
     precision_of,
     refuse,
 )
+from elastic_trainer.adapters.transformers_deepspeed import build, file_of
 from elastic_trainer.adapters.transformers_evaluation import measured, predicted
 from elastic_trainer.adapters.transformers_flow import Flow, refuse_callbacks
 from elastic_trainer.config import ConfigError, Launch
@@ -88,7 +89,8 @@ class Elastic(Base):  # type: ignore[misc]
     micro-batches. Neither depends on the number of workers.
 
     `run_dir` (without a launcher, output_dir by default), `store`, `reduce`, `on_nan`,
-    `listeners`, `loggers` and `timeline` are options of elastic_trainer.Trainer.
+    `listeners`, `loggers` and `timeline` are options of elastic_trainer.Trainer. `deepspeed` is
+    DeepSpeed's JSON, in the place of TrainingArguments(deepspeed=…).
 
     Raises ConfigError for what is not supported.
     """
@@ -109,6 +111,7 @@ class Elastic(Base):  # type: ignore[misc]
         reduce: str | None = None, on_nan: str = "raise",
         listeners: Sequence[Callable[[str, dict[str, Any]], None]] = (),
         loggers: Sequence[Logger] = (), timeline: bool = False,
+        deepspeed: str | dict[str, Any] | None = None,
     ):
         args = args or import_module("transformers").TrainingArguments()
         refuse(args)
@@ -120,6 +123,7 @@ class Elastic(Base):  # type: ignore[misc]
         self.elastic: Trainer | None = None
         """The trainer of elastic_trainer, from train() on."""
         self._numbers = numbers_of(args, _length_of(train_dataset), devices)
+        self._deepspeed = file_of(deepspeed, args, self._numbers)
         self._options: dict[str, Any] = {
             "store": store, "reduce": reduce, "on_nan": on_nan, "listeners": listeners,
             "loggers": loggers, "timeline": timeline}
@@ -180,6 +184,7 @@ class Elastic(Base):  # type: ignore[misc]
         refuse_callbacks(self.callback_handler.callbacks, TrainerCallback)
         if args.activation_checkpointing:
             _checkpoint_activations(self.model, args.activation_checkpointing_kwargs)
+        more = build(self, self._deepspeed) if self._deepspeed else {}
         self.create_optimizer()
         self.create_scheduler(num_training_steps=numbers.steps)
         _refuse_scheduler(self.lr_scheduler)
@@ -201,7 +206,7 @@ class Elastic(Base):  # type: ignore[misc]
             checkpoint_every=checkpoint_interval(args, self.state.save_steps,
                                                  numbers.steps_per_epoch),
             keep_last=args.save_total_limit or 3, run_dir=self._folder(),
-            progress=not args.disable_tqdm, **self._options)
+            progress=not args.disable_tqdm, **self._options, **more)
         flow.see_place(self.is_world_process_zero())
         flow.call("on_train_begin")
         self.is_in_train = True

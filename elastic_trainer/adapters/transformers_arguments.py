@@ -89,7 +89,7 @@ REFUSED: dict[str, str] = {
     "ddp_static_graph": _DDP, "ddp_backend": _DDP, "ddp_timeout": _DDP,
     "fsdp": "Remove it: each worker holds the whole model.",
     "fsdp_config": "Remove it: each worker holds the whole model.",
-    "deepspeed": "Remove it: each worker holds the whole model.",
+    "deepspeed": "Give the file to ElasticTrainer(deepspeed=…), or to the launcher (--deepspeed).",
     "debug": "Remove it.",
     "skip_memory_metrics": "Remove it: the values differ between workers.",
     "local_rank": "Remove it, and start the script with ./horovodrun_elastic.sh.",

@@ -1,5 +1,5 @@
-"""The options --config, --set, --override and --allow-change of `run`: read, checked, and compared
-with the run before anything starts.
+"""The options --config, --deepspeed, --set, --override and --allow-change of `run`: read, checked,
+and compared with the run before anything starts.
 
 command line → here → run_options (the section `run`), the workers' environment (run.py)
 
@@ -19,6 +19,7 @@ from typing import Any
 from elastic_trainer.config import ConfigError
 from elastic_trainer.options import Option, require_values
 from elastic_trainer.state.configuration import (
+    DEEPSPEED,
     RUN,
     VARIABLE,
     Change,
@@ -29,11 +30,13 @@ from elastic_trainer.state.configuration import (
     read_file,
     require_allowed,
     require_options,
+    require_sound,
 )
 from elastic_trainer.wire.plain import plain
 
 ALLOW_VARIABLE = "ELASTIC_TRAINER_ALLOW_CHANGE"
-OF_THE_COMMAND_LINE = ("help", "config", "set", "override", "allow_change", "horovodrun")
+OF_THE_COMMAND_LINE = ("help", "config", "set", "deepspeed", "override", "allow_change",
+                       "horovodrun")
 
 
 def add_options(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None:
@@ -45,6 +48,9 @@ def add_options(parser: argparse.ArgumentParser, env: Mapping[str, str]) -> None
                              "command, other sections are the script's (configuration())")
     parser.add_argument("--set", metavar="SECTION.KEY=VALUE", action="append", default=[],
                         help="set a value of the configuration, as TOML: --set training.lr=0.1")
+    parser.add_argument("--deepspeed", metavar="FILE",
+                        help="DeepSpeed's JSON, for a script that calls from_deepspeed(): the "
+                             "section [deepspeed] of the configuration")
     parser.add_argument("--override", metavar="OPTION=VALUE", action="append", default=[],
                         help="an option of Trainer that holds instead of the script's, as TOML: "
                              "--override checkpoint_every=50")
@@ -60,10 +66,35 @@ def read(argv: list[str], env: Mapping[str, str]) -> Configuration:
     add_options(parser, env)
     options, _ = parser.parse_known_args(argv)
     found = read_file(Path(options.config)) if options.config else Configuration({}, "--set")
+    if options.deepspeed:
+        found = _with_deepspeed(found, options.deepspeed)
     if options.set:
         found = assigned(found, options.set)
     require_options(found)
+    if DEEPSPEED in found:
+        _require_deepspeed(found)
     return overridden(found, options.override) if options.override else found
+
+
+def _with_deepspeed(found: Configuration, path: str) -> Configuration:
+    """Return a configuration with the content of DeepSpeed's JSON. Raises ConfigError."""
+    from elastic_trainer.deepspeed.file import read as read_json
+
+    if DEEPSPEED in found:
+        raise ConfigError(f"--deepspeed is {path}, and {found.source} has a section "
+                          f"[{DEEPSPEED}]. Leave one of them out.")
+    values = {**found.as_dict(), DEEPSPEED: read_json(path)}
+    source = f"{found.source} with {path}" if found else path
+    require_sound(values, source)
+    return Configuration(values, source)
+
+
+def _require_deepspeed(found: Configuration) -> None:
+    """Raise ConfigError for what is not supported. "auto" is left to the script: that of
+    transformers fills it in."""
+    from elastic_trainer.deepspeed.file import checked
+
+    checked(found.section(DEEPSPEED), found.source, takes_auto=True)
 
 
 def options_of(configuration: Configuration, parser: argparse.ArgumentParser) -> list[str]:

@@ -38,6 +38,7 @@ from elastic_trainer.options import Options, Words, declared, nearest, resolved
 from elastic_trainer.reduce.ring import BUCKET_BYTES
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.configuration import (
+    DEEPSPEED,
     RUN,
     TRAINING,
     VARIABLE,
@@ -63,6 +64,10 @@ NO_CONFIGURATION = (
     "The script asks for a configuration, and none is given. Start it with --config run.toml, set "
     "ELASTIC_TRAINER_CONFIG=run.toml, or name a file in the script: "
     "configuration(file=\"run.toml\").")
+UNUSED_DEEPSPEED = (
+    "{source} has DeepSpeed's JSON, but the script does not read it, so it has no effect. Call "
+    "`ds = from_deepspeed(model)` of elastic_trainer and use Trainer(model, ds.optimizer, dataset, "
+    "**ds.options), or leave --deepspeed out.")
 
 
 @dataclass(frozen=True)
@@ -314,7 +319,9 @@ def in_use(job: Job, options: Options) -> Job:
     overrides = overrides_of(text)
     if overrides:
         job = replace(job, remarks=(*job.remarks, _overridden(overrides, job)))
-    if text and not is_taken(text) and Configuration.from_text(text):
+    if text and not is_taken(text) and (given := Configuration.from_text(text)):
+        if set(given) == {DEEPSPEED}:
+            raise ConfigError(UNUSED_DEEPSPEED.format(source=given.source))
         raise ConfigError(
             "A configuration is given (--config, --set, ELASTIC_TRAINER_CONFIG), but the script "
             "does not read it, so it has no effect. Call `config = configuration()` of "
@@ -328,6 +335,8 @@ def in_use(job: Job, options: Options) -> Job:
                 f"{found.source} has {TRAINING}.{key} = {value!r}, but the script gives "
                 f"{job.words.api} {held[key]!r}. Use {job.words.name}(…, **config.training).")
     unread = redacted_settings(found.unread())
+    if any(key.startswith(f"{DEEPSPEED}.") for key in unread):
+        raise ConfigError(UNUSED_DEEPSPEED.format(source=found.source))
     remarks = tuple(_ignored(key, value, "the script has not read it before training begins",
                              "Read it from configuration(), or leave it out")
                     for key, value in unread.items())

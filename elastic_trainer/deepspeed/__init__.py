@@ -1,0 +1,1 @@
+"""DeepSpeed's JSON: read, checked, and turned into an optimizer and the trainer's options."""
