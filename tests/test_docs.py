@@ -9,7 +9,9 @@ Languages of code blocks:
 - `sh`      needs a cluster, root, minutes or AWS: programs, options and files are checked, nothing
   is run.
 - `toml`    is saved as the file that its first line names, for the blocks that follow.
-- `json`, `text`, `mermaid`  are shown.
+- `json`    is saved as the file that the line before it names at its end, as in "The file
+            `x.json`:", or shown.
+- `text`, `mermaid`  are shown.
 """
 
 from __future__ import annotations
@@ -120,6 +122,14 @@ def check_sh(example: Example) -> None:
         check_command(command)
 
 
+def save_json(example: Example) -> None:
+    """Check that a block is JSON, and save it if the line before it names a file."""
+    json.loads(example.parsed)
+    before = example.document.text[:example.start].rstrip()
+    if named := re.search(r"`([\w-]+\.json)`:$", before):
+        Path(named[1]).write_text(example.parsed)
+
+
 def save_toml(example: Example) -> None:
     """Save a configuration as the file that its first line names."""
     saved = re.match(r"# ([\w-]+\.toml)\n", example.parsed)
@@ -132,7 +142,7 @@ PARSERS = [
     CodeBlockParser("python", run_python),
     CodeBlockParser("bash", run_bash),
     CodeBlockParser("sh", check_sh),
-    CodeBlockParser("json", lambda example: json.loads(example.parsed) and None),
+    CodeBlockParser("json", save_json),
     SkipParser()
 ]
 

@@ -151,6 +151,45 @@ def logged(trainer: Any) -> list[dict[str, float]]:
             for line in trainer.state.log_history[:-1]]
 
 
+# --- DeepSpeed's JSON -----------------------------------------------------------------------------
+
+AUTO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale": 0},
+        "optimizer": {"type": "AdamW", "params": {
+            "lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {
+            "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
+            "total_num_steps": "auto", "warmup_type": "linear"}}}
+
+
+def test_deepspeeds_json_takes_auto_from_the_arguments() -> None:
+    """The weights are those of the real Trainer with the optimizer and the rates that DeepSpeed
+    would make: one group, a warm-up of 2 steps and a linear decay to the last one, step 6."""
+    real = llama()
+    optimizer = torch.optim.AdamW(real.parameters(), lr=1e-2, weight_decay=0.1)
+    rates = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: [0, 0, 0.5, 1, 0.75, 0.5][min(step, 5)])
+    peer = real_of(real, optimizers=(optimizer, rates))
+    peer.train()
+    ours = ElasticTrainer(model=llama(), args=given(), train_dataset=Sentences(), devices=1,
+                          eval_dataset=Sentences(first=100), deepspeed=AUTO)
+    ours.train()
+    assert bits(ours) == bits(peer) != bits(elastic_of())
+
+
+def test_a_value_of_deepspeeds_json_that_differs_from_the_arguments_is_refused() -> None:
+    wrong = AUTO | {"gradient_clipping": 0.5, "train_batch_size": 64}
+    with pytest.raises(ConfigError, match=r"(?s)the dict differs from TrainingArguments:.*"
+                       r"train_batch_size is 64, and the global batch \(with devices\) is 8.*"
+                       r"gradient_clipping is 0.5, and max_grad_norm is 1.0.*Give the same"):
+        ElasticTrainer(model=llama(), args=given(), train_dataset=Sentences(), devices=1,
+                       deepspeed=wrong)
+    with pytest.raises(ConfigError, match='has zero_optimization.x = "auto", which Tr|x is "auto"'):
+        ElasticTrainer(model=llama(), args=given(), train_dataset=Sentences(), devices=1,
+                       deepspeed={"zero_optimization": {"x": "auto"}})
+
+
 # --- the steps of the real one --------------------------------------------------------------------
 
 def with_own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:

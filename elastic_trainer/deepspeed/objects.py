@@ -22,6 +22,9 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.deepspeed.file import File, Fp16, Named, known_name
 from elastic_trainer.deepspeed.rates import KINDS, rate_of
 
+LARGEST = 2.0**126
+"""The largest scale, doubled, that 32 bits hold."""
+
 
 def optimizer_of(given: Named, parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """Return the optimizer of parameters, or of groups. Raises ConfigError."""
@@ -98,7 +101,7 @@ class LossScale(torch.amp.GradScaler):
             return
         if overflows:
             if self._left == 1:
-                scale = max(scale / 2.0, given.min_loss_scale)
+                scale = max(scale / 2.0, float(given.min_loss_scale))
             else:
                 self._left -= 1
             self._kept = -1
@@ -107,7 +110,7 @@ class LossScale(torch.amp.GradScaler):
             is_due = self._kept > 0 and self._kept % given.loss_scale_window == 0
             if given.consecutive_hysteresis or is_due:
                 self._left = given.hysteresis
-            scale *= 2.0 if is_due else 1.0
+            scale *= 2.0 if is_due and scale < LARGEST else 1.0
         super().update(scale)
 
     def state_dict(self) -> dict[str, Any]:

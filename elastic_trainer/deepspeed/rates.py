@@ -22,7 +22,7 @@ def rate_of(kind: str, params: Mapping[str, Any], base: float, step: int) -> flo
     iteration = step - 1
     warm = max(2, params.get("warmup_num_steps", 1000))
     if kind == "WarmupCosineLR":
-        return base * (0.0 if iteration < 0 else _cosine(params, warm, iteration))
+        return base * _cosine(params, warm, iteration) if iteration >= 0 else 0.0
     least = params.get("warmup_min_lr", 0.0)
     most = params.get("warmup_max_lr", base if kind == "WarmupLR" else 0.001)
     return float(least if iteration < 0 else
@@ -32,7 +32,7 @@ def rate_of(kind: str, params: Mapping[str, Any], base: float, step: int) -> flo
 def _rising(params: Mapping[str, Any], warm: int, iteration: int) -> float:
     """Return the share of the way up, during the warm-up."""
     if params.get("warmup_type", "log") == "linear":
-        return iteration / warm
+        return iteration / float(warm)
     return 1.0 / math.log(warm) * math.log(iteration + 1)
 
 
@@ -42,7 +42,7 @@ def _share(kind: str, params: Mapping[str, Any], warm: int, iteration: int) -> f
     if kind == "WarmupLR":
         return 1.0
     total = params["total_num_steps"]
-    return max(0.0, (total - iteration) / max(1.0, total - warm))
+    return float(max(0.0, (total - iteration) / max(1.0, total - warm)))
 
 
 def _cosine(params: Mapping[str, Any], warm: int, iteration: int) -> float:

@@ -9,8 +9,7 @@ _SENDS = "Remove it: the trainer's reducer sends gradients, and bucket_bytes set
 _SHOWN = "Remove it: `elastic-trainer watch` and `report` show the run"
 _RING = "Remove it, or use Trainer(reduce=\"ring\", compress=\"bf16\")"
 _AUTOCAST = "Remove it: the forward pass has autocast, and weights stay in 32 bits"
-_OFFLOAD = ("Remove it: optimizer and weights stay on the GPU. docs/guide/large.md has the offload "
-            "of activations")
+_OFFLOAD = "Remove it: weights and optimizer stay on the GPU"
 _DATA = "Remove it, and give Trainer(order=…) or a Mixture (docs/guide/data.md)"
 _LAUNCHER = "Remove it: the launcher and the trainer do this"
 
@@ -40,7 +39,7 @@ REMEDIES: dict[str, str] = {
     "tensorboard": "Use Trainer(loggers=[TensorBoard()])",
     "wandb": "Use Trainer(loggers=[WandB()])",
     "csv_monitor": "Use Trainer(loggers=[Csv()])",
-    "activation_checkpointing": "Use torch.utils.checkpoint in the model (docs/guide/large.md)",
+    "activation_checkpointing": "Use torch.utils.checkpoint in the model (docs/guide/optimization.md)",
     "checkpoint": "Use Trainer(checkpoint_every=…, keep_last=…) and --store",
     "load_universal_checkpoint": "Remove it: a checkpoint resumes on any number of workers",
     "nebula": "Use --store",
