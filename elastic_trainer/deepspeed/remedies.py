@@ -39,7 +39,8 @@ REMEDIES: dict[str, str] = {
     "tensorboard": "Use Trainer(loggers=[TensorBoard()])",
     "wandb": "Use Trainer(loggers=[WandB()])",
     "csv_monitor": "Use Trainer(loggers=[Csv()])",
-    "activation_checkpointing": "Use torch.utils.checkpoint in the model (docs/guide/optimization.md)",
+    "activation_checkpointing":
+        "Use torch.utils.checkpoint in the model (docs/guide/optimization.md)",
     "checkpoint": "Use Trainer(checkpoint_every=…, keep_last=…) and --store",
     "load_universal_checkpoint": "Remove it: a checkpoint resumes on any number of workers",
     "nebula": "Use --store",
