@@ -269,7 +269,7 @@ def test_what_is_not_supported_is_refused_by_name(given: Any, told: str) -> None
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_stage_that_shards_says_what_each_worker_holds(stage: int) -> None:
+def test_a_stage_that_shards_is_refused_with_what_each_worker_holds(stage: int) -> None:
     """Until the trainer shards; STAGES says which ones it does."""
     if stage in STAGES:
         pytest.skip("the trainer shards")
