@@ -1,5 +1,5 @@
 """The laws of the examples: the same data everywhere, models of the promised shape, what digits
-comes to, and the bits of images and gan through a death."""
+comes to, and the bits of images, gan and keras_digits through a death."""
 
 from __future__ import annotations
 
@@ -116,10 +116,13 @@ def test_images_are_read_from_cifars_files_and_from_folders(tmp_path: Path) -> N
 @pytest.mark.parametrize(("example", "arguments", "at"), [
     ("images", ("--steps", "10", "--width", "8", "--global-batch", "32", "--loader", "1",
                 "--precision", "bf16", "--evaluate-every", "5 steps"), 3),
-    ("gan", ("--steps", "40"), 10)])
+    ("gan", ("--steps", "40"), 10),
+    ("keras_digits", ("--steps", "12", "--global-batch", "32"), 3)])
 def test_no_bit_of_an_example_is_another_when_a_worker_dies(
         tmp_path: Path, example: str, arguments: tuple[str, ...], at: int) -> None:
     """The world of 4 loses a worker in mid-run, and ends with the weights of one worker alone."""
+    if example == "keras_digits":
+        pytest.importorskip("keras", reason="keras is not installed: pip install keras")
     twin = tmp_path / "twin"
     job = [sys.executable, "-c", QUICK.format(example), *arguments, "--checkpoint-every", "1000"]
     env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(twin)}
@@ -131,3 +134,64 @@ def test_no_bit_of_an_example_is_another_when_a_worker_dies(
         assert cluster.finish() == 0
         weights = json.loads((twin / "result.json").read_text())["weights_sha256"]
         cluster.assert_nothing_lost(weights, victims=1)
+
+
+KERAS = """
+import os, sys
+os.environ["KERAS_BACKEND"] = "torch"
+import keras
+import torch
+from elastic_trainer import ConfigError, Trainer
+from elastic_trainer.adapters.keras import statistics_of
+from elastic_trainer.data.seeds import seed_everything
+from elastic_trainer.examples.keras_digits import digit_net, digits, last
+from elastic_trainer.schedule.schedule import Schedule
+
+assert not {name.split(".")[0] for name in sys.modules} & {"tensorflow", "jax"}
+torch.set_num_threads(1)
+loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+training, _ = digits()
+
+def made():
+    keras.utils.set_random_seed(0)
+    return digit_net(keras)
+
+def bits(model):
+    return [variable.value.numpy(force=True).tobytes() for variable in model.variables]
+
+ours, plain, untrained = made(), made(), made()
+statistics = statistics_of(ours)
+assert len(statistics) == 4
+trainer = Trainer(ours, torch.optim.Adam(ours.parameters(), lr=3e-3), training, global_batch=64,
+                  microbatches=1, until="6 steps", buffers=statistics)
+for step in trainer:
+    for images, labels in step:
+        step.backward(loss_of(labels, ours(last(images), training=True)))
+optimizer = torch.optim.Adam(plain.parameters(), lr=3e-3)
+schedule = Schedule(dataset_size=len(training), global_batch=64, microbatches=1, epochs=1, seed=0)
+for step in range(6):
+    seed_everything(schedule.microbatch_seed(step, 0))
+    images, labels = (part[schedule.microbatch_samples(step, 0)] for part in training.tensors)
+    loss_of(labels, plain(last(images), training=True)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert bits(ours) == bits(plain) != bits(untrained), "other bits"
+for wrong in (torch.nn.Linear(1, 1), keras.Sequential([keras.layers.Dense(1)])):
+    try:
+        statistics_of(wrong)
+    except ConfigError as error:
+        assert "Give a keras.Model that is built" in str(error)
+    else:
+        raise AssertionError(wrong)
+"""
+
+
+def test_a_keras_model_has_the_bits_of_a_plain_loop_with_its_moving_statistics(
+        tmp_path: Path) -> None:
+    """With BatchNormalization and Dropout; neither TensorFlow nor JAX is imported."""
+    pytest.importorskip("keras", reason="keras is not installed: pip install keras")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
+    done = subprocess.run([sys.executable, "-c", KERAS], env=env, cwd=tmp_path,
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
