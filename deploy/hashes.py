@@ -45,6 +45,8 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 PROCESSORS = ("x86_64", "aarch64")
 BUILT_FROM_SOURCE = {"horovod": "Apache 2.0"}
 """Package → the licence in its metadata."""
+IN_ITS_FILE = {"namex": "Apache-2.0"}
+"""Package → the licence in its file LICENSE, where its metadata names none."""
 SHORT = 60
 """Characters. A longer field is the licence's text."""
 UNSPECIFIC = "Dual License"
@@ -156,7 +158,7 @@ def licence(metadata: Mapping[str, Any]) -> str:
              if line.startswith("License :: ")]
     return str(
         metadata.get("license_expression") or (field if len(field) < SHORT else "")
-        or ", ".join(names))
+        or ", ".join(names) or IN_ITS_FILE.get(str(metadata.get("name")), ""))
 
 
 # ---- renewing ----

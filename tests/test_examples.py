@@ -3,6 +3,7 @@ comes to, and the bits of images, gan and keras_digits through a death."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -122,7 +123,7 @@ def test_no_bit_of_an_example_is_another_when_a_worker_dies(
         tmp_path: Path, example: str, arguments: tuple[str, ...], at: int) -> None:
     """The world of 4 loses a worker in mid-run, and ends with the weights of one worker alone."""
     if example == "keras_digits":
-        pytest.importorskip("keras", reason="keras is not installed: pip install keras")
+        require_keras()
     twin = tmp_path / "twin"
     job = [sys.executable, "-c", QUICK.format(example), *arguments, "--checkpoint-every", "1000"]
     env = os.environ | {"ELASTIC_TRAINER_RUN_DIR": str(twin)}
@@ -134,6 +135,12 @@ def test_no_bit_of_an_example_is_another_when_a_worker_dies(
         assert cluster.finish() == 0
         weights = json.loads((twin / "result.json").read_text())["weights_sha256"]
         cluster.assert_nothing_lost(weights, victims=1)
+
+
+def require_keras() -> None:
+    """Skip the test without Keras. It is not imported: its backend is set in the test's process."""
+    if importlib.util.find_spec("keras") is None:
+        pytest.skip("keras is not installed: pip install keras")
 
 
 KERAS = """
@@ -189,7 +196,7 @@ for wrong in (torch.nn.Linear(1, 1), keras.Sequential([keras.layers.Dense(1)])):
 def test_a_keras_model_has_the_bits_of_a_plain_loop_with_its_moving_statistics(
         tmp_path: Path) -> None:
     """With BatchNormalization and Dropout; neither TensorFlow nor JAX is imported."""
-    pytest.importorskip("keras", reason="keras is not installed: pip install keras")
+    require_keras()
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).resolve().parent.parent), *sys.path])
     done = subprocess.run([sys.executable, "-c", KERAS], env=env, cwd=tmp_path,

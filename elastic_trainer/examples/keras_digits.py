@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 from elastic_trainer import ConfigError, Trainer
 from elastic_trainer.adapters.keras import statistics_of
