@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from packages import install
 from ports import free_port
 from s3_servers import Unavailable
 from size import ROOT
@@ -62,13 +63,7 @@ def binaries() -> Path:
 def etcd() -> str:
     """Return the path of etcd, installed if need be. Raises Unavailable."""
     if not shutil.which("etcd") and os.geteuid() == 0 and shutil.which("apt-get"):
-        for command in ("update --quiet",
-                        "install --yes --quiet --no-install-recommends etcd-server"):
-            # Without /run/systemd the package starts no service.
-            hidden = ("[ -d /run/systemd ] && mount -t tmpfs tmpfs /run/systemd; "
-                      f"apt-get -o DPkg::Lock::Timeout=120 {command}")
-            subprocess.run(["unshare", "--mount", "sh", "-c", hidden], capture_output=True,
-                           env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
+        install("etcd-server")
     found = shutil.which("etcd") or shutil.which("etcd", path=os.environ.get("KUBEBUILDER_ASSETS"))
     if not found:
         raise Unavailable("the tests of Kubernetes need etcd, and it could not be installed: "
