@@ -22,6 +22,7 @@ import torch
 from optimizers import KEPT
 from test_loop import INPUT, NUMBERS, SIZE, TARGET, adamw, built, mse, sgd
 from test_trainer import Fault, in_a_breaking_world, trainer_of
+from torch.autograd.graph import save_on_cpu
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.checkpoint import checkpoint
 
@@ -335,6 +336,14 @@ class Recomputed(Model):
         return torch.as_tensor(self.last(x))
 
 
+class Offloaded(Recomputed):
+    """Keeps what its backward pass needs on the CPU, beside a part that is computed again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with save_on_cpu():
+            return super().forward(x)
+
+
 class Embedding(Model):
     """Has sparse gradients, whose rows occur several times in a micro-batch."""
 
@@ -378,6 +387,10 @@ MODELS = {
     **{f"recomputed, {kind}": Script(lambda reentrant=kind == "reentrant": Recomputed(reentrant),
                                      adamw, options={"clip_norm": 0.5}, seen=lambda model: seen(
                                          model)[0]) for kind in ("reentrant", "not reentrant")},
+    "offloaded": Script(lambda: Offloaded(False), adamw),
+    "offloaded with dropout": Script(
+        lambda: Offloaded(False, 0.2), adamw, micro=False, draws=True,
+        options={"precision": "bf16", "clip_norm": 0.5}),
     **{f"recomputed with dropout, {reentrant}": Script(
         lambda reentrant=reentrant: Recomputed(reentrant, 0.2), adamw, micro=False, draws=True,
         options={"precision": "bf16", "clip_norm": 0.5}) for reentrant in (False, True)},

@@ -91,6 +91,24 @@ def test_larger_microbatches_are_tried_until_the_next_would_not_fit() -> None:
     assert tune.next_microbatches(trials, sizes, 9 * GIB) is None
 
 
+def test_the_largest_microbatch_that_fits_is_found_by_halving() -> None:
+    """Between the largest that has run and the smallest that has not, of numbers that workers share
+    evenly; without one that has failed, up to one micro-batch for each worker."""
+    def found(most_samples: int, workers: int) -> tuple[int, list[int]]:
+        trials, tried = [whole(32)], []
+        while number := tune.next_larger(trials, workers):
+            assert number % workers == 0 and number not in tried
+            tried.append(number)
+            trials.append(whole(number) if -(-64 // number) <= most_samples else
+                          Trial(microbatches=number, global_batch=64, ending="memory"))
+        return min(one.microbatches for one in trials if one.is_whole), tried
+
+    assert found(7, 2)[0] == 10  # 7 samples; 8 micro-batches would have 8
+    assert found(64, 1)[0] == 1 and found(64, 4)[0] == 4
+    assert found(2, 2) == (32, found(2, 2)[1]) and len(found(7, 1)[1]) <= 5
+    assert tune.next_larger([Trial(microbatches=4, global_batch=64, ending="memory")], 1) is None
+
+
 def test_the_fastest_number_is_recommended_and_of_those_alike_the_larger_one() -> None:
     """One that the workers do not share evenly is not."""
     trials = [whole(8, 1.0), whole(16, 1.02), whole(32, 1.2), whole(2, 0.5)]
@@ -114,8 +132,8 @@ def test_a_script_that_needs_more_memory_than_there_is_ends_alone(
     assert tune.main(["--workers", "1", "--steps", "4", "--memory", "1.2", "--", *command]) == 0
     shown = capsys.readouterr().out
     assert "microbatches=4: " in shown and "microbatches=2: " in shown
-    assert "microbatches=1: " not in shown
-    assert "not tried" in shown and "Recommended for 1 workers: microbatches=" in shown
+    assert "microbatches=1: not enough memory" in shown  # 8 samples of 160 MiB
+    assert "Recommended for 1 workers: microbatches=" in shown
     assert "BatchNorm" in shown and not store.exists()
     found = trial.measure(command, {"until": "4 steps", "microbatches": 1}, tmp_path / "large",
                           int(1.2 * GIB))

@@ -67,7 +67,7 @@ stage 2 is "gradients", once the trainer shards."""
 NOT_SHARDED = (
     "elastic-trainer does not shard yet: each worker holds all weights, gradients and optimizer "
     "values, 16 bytes a parameter with Adam in 32 bits (1 billion parameters: 16 GB). Use stage 0 "
-    "if that fits. docs/guide/optimization.md shows how activations need less")
+    "if that fits. docs/guide/large.md shows how activations need less")
 WHERE = "docs/migrate-from-deepspeed.md has the whole table."
 
 Auto = Literal["auto"]

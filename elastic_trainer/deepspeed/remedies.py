@@ -40,7 +40,7 @@ REMEDIES: dict[str, str] = {
     "wandb": "Use Trainer(loggers=[WandB()])",
     "csv_monitor": "Use Trainer(loggers=[Csv()])",
     "activation_checkpointing":
-        "Use torch.utils.checkpoint in the model (docs/guide/optimization.md)",
+        "Use torch.utils.checkpoint in the model (docs/guide/large.md)",
     "checkpoint": "Use Trainer(checkpoint_every=…, keep_last=…) and --store",
     "load_universal_checkpoint": "Remove it: a checkpoint resumes on any number of workers",
     "nebula": "Use --store",

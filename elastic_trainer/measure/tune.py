@@ -7,7 +7,8 @@ recommendation
 
 What always holds:
 1. The global batch stays that of the script. A number of microbatches is only its division.
-2. A size that would not fit, by the memory of two smaller ones, is not tried.
+2. A size that would not fit, by the memory of two smaller ones, is not tried, unless the largest
+   one is asked for (--memory). Each trial is a process of its own: one without memory ends alone.
 3. A recommended number is one that has run, and a multiple of the number of workers.
 """
 
@@ -52,6 +53,24 @@ def next_microbatches(trials: Sequence[Trial], candidates: Sequence[int], limit:
     return more[0] if more and more[0] not in tried and is_faster else None
 
 
+def next_larger(trials: Sequence[Trial], workers: int) -> int | None:
+    """Return the number of micro-batches to try next, to find the largest micro-batch that fits;
+    None: it is found. Halves the sizes between the largest that has run and the smallest larger one
+    that has not."""
+    whole = [trial.microbatches for trial in trials if trial.is_whole]
+    if not whole:
+        return None
+    batch, fits = trials[0].global_batch, min(whole)
+    fails = max((trial.microbatches for trial in trials
+                 if not trial.is_whole and trial.microbatches < fits), default=0)
+    sizes: dict[int, int] = {}
+    for number in range(workers * (fails // workers + 1), fits, workers):
+        sizes[-(-batch // number)] = number  # of alike sizes, the one with the most micro-batches
+    left = sorted(size for size in sizes
+                  if -(-batch // fits) < size and (not fails or size < -(-batch // fails)))
+    return sizes[left[len(left) // 2]] if left else None
+
+
 def predicted(trials: Sequence[Trial], microbatches: int) -> int:
     """Return the memory that a number of micro-batches would need: a line through the two largest
     sizes that have run, from their samples; 0: only one has."""
@@ -93,8 +112,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=4,
         help="the number of workers that will share the micro-batches (%(default)s)")
     add("--steps", type=int, default=8, help="steps of each trial (%(default)s)")
-    add("--memory", metavar="GIB", type=float,
-        help="the most memory of one worker, with its loader processes (90 %% of what is left)")
+    add("--memory", metavar="GIB", type=float, nargs="?", const=0.0,
+        help="find the largest micro-batch that fits, too; with a number: the most memory of one "
+             "worker, with its loader processes (90 %% of what is left)")
     add("--runs-dir", type=Path, default=Path("runs"), help="where the trials go (%(default)s)")
 
 
@@ -119,13 +139,14 @@ def main(argv: Sequence[str]) -> int:
     shown = shlex.join(redacted_command(command))
     print(f"{shown}: {options.steps} steps for each number of micro-batches, with at most "
           f"{gibibytes(limit)} of memory, in {folder}", flush=True)
-    trials, candidates = find(command, options.workers, options.steps, folder, limit)
+    trials, candidates = find(command, options.workers, options.steps, folder, limit,
+                              is_largest_wanted=options.memory is not None)
     show(trials, candidates, options.workers, limit)
     return 0 if best_of(trials, options.workers) else 1
 
 
-def find(command: Sequence[str], workers: int, steps: int, folder: Path,
-         limit: int) -> tuple[list[Trial], list[int]]:
+def find(command: Sequence[str], workers: int, steps: int, folder: Path, limit: int,
+         is_largest_wanted: bool = False) -> tuple[list[Trial], list[int]]:
     """Try numbers of micro-batches; return the trials and the candidates. Raises ConfigError."""
     until = f"{steps} steps"
     own = measure(command, {"until": until}, folder / "own", limit)
@@ -144,8 +165,14 @@ def find(command: Sequence[str], workers: int, steps: int, folder: Path,
                           f"--workers {batch} or fewer.")
     trials = [own]
     upwards = [number for number in candidates if number > own.microbatches]
-    while number := (next_microbatches(trials, candidates, limit) if any(t.is_whole for t in trials)
-                     else next(iter(upwards[len(trials) - 1 :]), None)):
+
+    def next_number() -> int | None:
+        if not any(trial.is_whole for trial in trials):
+            return next(iter(upwards[len(trials) - 1 :]), None)
+        return (next_microbatches(trials, candidates, limit)
+                or (next_larger(trials, workers) if is_largest_wanted else None))
+
+    while number := next_number():
         print(told(trials[-1]), flush=True)
         found = measure(command, {"until": until, "microbatches": number}, folder / f"{number}",
                         limit)
