@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 SEAT = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 """HOROVOD_* with the place that plain horovodrun gives a worker at its start."""
+CARRIES = ("checkpoints", "never", "always")
+"""Who carries frozen content (state/frozen.py): checkpoints, but no transfer; neither; both."""
 REDUCERS = ("exact", "ring")
 ADASUM = (
     "reduce is Adasum, which is not supported under elasticity: Horovod has it only with MPI and "

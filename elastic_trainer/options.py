@@ -36,7 +36,7 @@ from typing import (
     get_type_hints,
 )
 
-from elastic_trainer.config import ADASUM, REDUCERS, ConfigError
+from elastic_trainer.config import ADASUM, CARRIES, REDUCERS, ConfigError
 from elastic_trainer.renamed import remedy
 from elastic_trainer.schedule.intervals import length_of
 
@@ -178,6 +178,11 @@ class Common(TypedDict, total=False):
     stays; 0: none."""
     part_bytes: Annotated[int, Option(16 << 20, ge=1, change="harmless", needs_store=True)]
     """The size of the objects in the store in bytes, whatever the world's size; at most 64 MiB."""
+    carry_frozen: Annotated[str, Option(CARRIES[0], choices=CARRIES, change="harmless")]
+    """Who carries frozen content, large tensors that the training does not change, as the base
+    model under adapters: "checkpoints", and newcomers take what their script has built; "never":
+    checkpoints leave it out, too, and each later worker must build the same bytes; "always"
+    (docs/guide/finetune.md)."""
     reduce: Annotated[str | None, Option(None, choices=REDUCERS, change="never")]
     """The reducer: "exact" (the same bits in every world) or "ring" (float allreduce). None takes
     the launcher's."""

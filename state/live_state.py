@@ -2,8 +2,8 @@
 
 step in flight → here (begun → prepared → committed) → next step; newcomer ← here; checkpoint ← here
 
-names.py (parameters), forward.py (buffers, modes, extra state), module_attributes.py and
-optimizer_values.py keep the parts.
+names.py (parameters), forward.py (buffers, modes, extra state), module_attributes.py,
+optimizer_values.py and frozen.py keep the parts.
 
 What always holds:
 1. Nothing that outlives a step changes before `apply`; in `apply` everything changes together.
@@ -32,6 +32,7 @@ from elastic_trainer.renamed import present
 from elastic_trainer.state.device_copies import Copying
 from elastic_trainer.state.findings import Findings, are_sound
 from elastic_trainer.state.forward import ExtraState, InFlight, ModelBuffers, Modes
+from elastic_trainer.state.frozen import REMEDY, FrozenContent, differs
 from elastic_trainer.state.rates import Rates
 from elastic_trainer.state.values.layout import (
     MACHINE_BYTES,
@@ -56,6 +57,7 @@ class LiveState:
                  identity: dict[str, Any] | None = None,
                  optimizers: Mapping[str, torch.optim.Optimizer] | None = None):
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
+        self.frozen = FrozenContent()
         self.identity = identity or {}
         """What decides samples and bits of a step. Values of another job are refused."""
         self.parameters = ModelParameters(model)
@@ -197,9 +199,12 @@ class LiveState:
 
     # --- as bytes ---------------------------------------------------------------------------------
 
-    def values(self) -> dict[str, Any]:
-        """Return all that is needed to go on: live tensors and numbers (nothing is copied)."""
+    def values(self, absent: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """Return all that is needed to go on: live tensors and numbers (nothing is copied).
+        `absent`: frozen content to be left out, with its digests."""
         parameters, buffers = self.parameters.checked(), self.model_buffers.settled()
+        absent = absent or {}
+        frozen = {**self.frozen.run, **absent}
         self.attributes.note()
         return {
             "identity": self.identity,
@@ -211,12 +216,13 @@ class LiveState:
             "findings": self.findings.values(),
             "lineage": self.lineage,
             **self.rates.values(),
-            "parameters": Bare(parameters),
+            "parameters": Bare({n: p for n, p in parameters.items() if n not in absent}),
             "evaluating": self.modes.evaluating(),
             "attributes": self.attributes.changed(),
             **({"other_attributes": others} if (others := self.attributes.others.values()) else {}),
             "trained": [name for name, p in parameters.items() if p.requires_grad],
-            "buffers": Bare(buffers.named),
+            "buffers": Bare({n: b for n, b in buffers.named.items() if n not in absent}),
+            **({"frozen": frozen} if frozen else {}),
             "aliases": buffers.aliases,
             "left_out": buffers.left_out,
             "optimizer": self.optimizer_values.values({id(p): n for n, p in parameters.items()}),
@@ -227,9 +233,9 @@ class LiveState:
             **({"run_id": self.run_id} if self.run_id else {}),
         }
 
-    def packed(self, *, learns: bool = False) -> Packed:
+    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None) -> Packed:
         """Return header and tensors, without a copy. `learns`: the classes. Raises CannotKeep."""
-        return pack(self.values(), self.classes, learns=learns)
+        return pack(self.values(absent), self.classes, learns=learns)
 
     def room(self, header: bytes, payload_bytes: int) -> Packed:
         """Return memory for the values that a header describes, to be filled, unpacked and loaded
@@ -261,10 +267,14 @@ class LiveState:
         check_kinds(values)
         values = with_plain_names(values)
         require_fit(self, values)
+        if lacking := lacking_of(self, values):
+            raise LayoutError(f"{differs(lacking, values['frozen'])}. {REMEDY}")
         # from here on nothing can fail but the memory
         self.copying.hold_writes()
         self.parameters.load(values["parameters"], values.get("trained"))
         self.model_buffers.load(values["buffers"])
+        self.frozen.load(values.get("frozen", {}), {*values["parameters"], *values["buffers"]},
+                         own_tensors(self, persistent=False))
         if "evaluating" in values:
             self.modes.load(values["evaluating"])
             self.attributes.load(values.get("attributes", {}), values.get("other_attributes", {}))
@@ -289,13 +299,35 @@ class LiveState:
         self.has_state = True
 
 
+def own_tensors(state: LiveState, *, persistent: bool = True) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by name; only those of a state_dict if `persistent`."""
+    buffers = state.model_buffers.settled()
+    left_out = set(buffers.left_out) if persistent else ()
+    return {name: one for name, one in {**state.parameters.named(), **buffers.named}.items()
+            if name not in left_out}
+
+
+def lacking_of(state: LiveState, values: dict[str, Any]) -> dict[str, str]:
+    """Return what a worker lacks of the frozen content that values leave out, with what it has in
+    its place."""
+    return state.frozen.lacking(absent_from(values), own_tensors(state, persistent=False))
+
+
+def absent_from(values: dict[str, Any]) -> dict[str, str]:
+    """Return the frozen content that values leave out, with its digests."""
+    return {name: digest for name, digest in values.get("frozen", {}).items()
+            if name not in values["parameters"] and name not in values["buffers"]}
+
+
 def require_fit(state: LiveState, values: dict[str, Any]) -> None:
     """Raise LayoutError when values are not of this job, model and optimizer."""
     if present(values["identity"]) != state.identity:
         raise LayoutError(f"it is of a job with {values['identity']}, but this job has "
                           f"{state.identity}")
-    _require_same_tensors("parameters", values["parameters"], state.parameters.named())
-    _require_same_tensors("buffers", values["buffers"], state.buffers)
+    absent = absent_from(values)
+    for kind, mine in (("parameters", state.parameters.named()), ("buffers", state.buffers)):
+        _require_same_tensors(kind, values[kind], {
+            name: one for name, one in mine.items() if name not in absent})
     state.optimizer_values.require_fit(values["optimizer"])
     if not 0 <= values.get("phase", 0) < state.phases:
         raise LayoutError(f"it stands in phase {values['phase']} of a step, but a step of this "
@@ -349,7 +381,7 @@ def _memory(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor
 OPTIONAL: dict[str, Any] = {
     "samples": 0, "evaluating": [], "trained": [], "aliases": {}, "left_out": [], "rate_used": 0.0,
     "scheduler": None, "extra_state": {}, "settings": {}, "phase": 0, "clock_ms": 0,
-    "findings": {}, "attributes": {}, "other_attributes": {}}
+    "findings": {}, "attributes": {}, "other_attributes": {}, "frozen": {}}
 """What version 0.1 has not written."""
 
 
@@ -373,7 +405,7 @@ def check_kinds(values: Any) -> None:
             if not _is_list(found[name], str)]
     named = {"parameters": torch.Tensor, "buffers": torch.Tensor, "extras": object,
              "extra_state": object, "settings": object, "aliases": str, "findings": object,
-             "attributes": object, "other_attributes": object}
+             "attributes": object, "other_attributes": object, "frozen": str}
     bad += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
     if not bad:
         bad = [name for name, is_sound in _contents(found).items() if not is_sound]
@@ -402,7 +434,8 @@ def _contents(found: dict[str, Any]) -> dict[str, bool]:
         "attributes": all(map(is_plain, found["attributes"].values())),
         "settings": not found["settings"] or isinstance(found["settings"].get("optimizer"), str),
         "aliases": (set(found["aliases"].values())
-                    <= found["parameters"].keys() | found["buffers"].keys()),
+                    <= found["parameters"].keys() | found["buffers"].keys()
+                    | found["frozen"].keys()),
     } | {name: found[name] >= 0 for name in ("step", "samples", "lineage", "phase")}
 
 

@@ -11,7 +11,7 @@ What always holds:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -190,7 +190,7 @@ class OnDevice(LiveState):
 
     device: FakeDevice
 
-    def packed(self, *, learns: bool = False) -> Packed:
-        packed = super().packed(learns=learns)
+    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None) -> Packed:
+        packed = super().packed(learns=learns, absent=absent)
         return replace(packed, tensors=[DeviceTensor(one, self.device) if one.ndim else one
                                         for one in packed.tensors])

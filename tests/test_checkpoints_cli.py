@@ -192,7 +192,7 @@ def test_export_has_what_the_models_state_dict_has(tmp_path: Path, is_old: bool)
     fleet.states = [LiveState(model, torch.optim.SGD(model.parameters(), lr=1.0))]
     if is_old:
         values = fleet.states[0].values
-        fleet.states[0].values = lambda: {  # type: ignore[method-assign]
+        fleet.states[0].values = lambda absent=None: {  # type: ignore[method-assign]
             k: v for k, v in values().items() if k not in ("aliases", "left_out")}
     fleet.restore()
     fleet.publish()

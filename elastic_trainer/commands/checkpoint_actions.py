@@ -33,6 +33,7 @@ from elastic_trainer.state.stores.by_url import open_store
 from elastic_trainer.state.stores.store import Store, StoreUnavailable
 from elastic_trainer.state.values.layout import LayoutError, decode, named_tensors, outline
 from elastic_trainer.state.values.names import with_plain_names
+from elastic_trainer.state.values.supported import some
 from elastic_trainer.wire.plain import plain
 
 AVERAGES = ("ema", "swa")
@@ -194,6 +195,7 @@ def _export(store: Store, log: CommitLog, record: Record, output: str,
     if is_averaged:
         values["parameters"] = values["parameters"] | _average_of(values, record.step)
     tensors = _tensors_of(values)
+    frozen = sorted(values.get("frozen", {}).keys() - tensors.keys())
     texts = {name: text for name, value in extra.items() if (text := _as_json(value)) is not None}
     metadata = {"step": str(record.step), "written_by": "elastic-trainer"} | texts
     with tempfile.TemporaryDirectory() as folder:
@@ -206,6 +208,10 @@ def _export(store: Store, log: CommitLog, record: Record, output: str,
     if texts:
         print(f"as JSON in the file's metadata, because it is no tensor: "
               f"{plain(', '.join(sorted(texts)))}")
+    if frozen:
+        print(f"left out, because the script builds them and the checkpoint names only their "
+              f"SHA-256: {len(frozen)} tensors of frozen content ({plain(some(frozen))}). Build "
+              f"the model as the script does, and load this file with strict=False.")
     if lost := sorted(extra.keys() - tensors.keys() - texts.keys()):
         print(f"left out, because safetensors cannot hold tensors in containers: "
               f"{plain(', '.join(lost))}")
@@ -228,7 +234,7 @@ def _tensors_of(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     # Older records have neither.
     left_out, aliases = values.get("left_out", []), values.get("aliases", {})
     tensors = {name: tensor for name, tensor in kept.items() if name not in left_out}
-    tensors |= {name: kept[own].clone() for name, own in aliases.items()}
+    tensors |= {name: kept[own].clone() for name, own in aliases.items() if own in kept}
     extra = values.get("extra_state", {})
     return tensors | {name: value.clone() for name, value in extra.items()
                       if isinstance(value, torch.Tensor)}

@@ -25,6 +25,7 @@ from elastic_trainer.state.device_copies import (
     copy_range,
     devices_of,
 )
+from elastic_trainer.state.frozen import FrozenContent
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.values.forms import CannotKeep
 from elastic_trainer.state.values.layout import Packed, decode
@@ -65,7 +66,7 @@ class CommitState(LiveState):
         self.committed = self.phase = self.prepared = self.begun = self.lineage = 0
         self.phases, self.last_vote = 1, (0, 0, 0, 0)
         self.has_state = self.is_applying = self.is_built = False
-        self.last, self.copying = LastCommit(), Copying()
+        self.last, self.copying, self.frozen = LastCommit(), Copying(), FrozenContent()
 
     def build(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
               named: Mapping[str, Named]) -> None:
@@ -101,9 +102,10 @@ class CommitState(LiveState):
     def restore(self) -> None:
         """Do nothing: which commit is the last is known when all members have met again."""
 
-    def packed(self, *, learns: bool = False) -> Packed:
+    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None) -> Packed:
         """Return the last commit; the live values, if none is kept."""
-        return self.last.packed() if self.last.step >= 0 else super().packed(learns=learns)
+        return (self.last.packed() if self.last.step >= 0
+                else super().packed(learns=learns, absent=absent))
 
     def keep(self) -> None:
         """Copy the live values: they are the last commit."""

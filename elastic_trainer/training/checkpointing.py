@@ -302,10 +302,11 @@ class Checkpointing:
                 checkpoints.drop()
 
     def _begin(self, checkpoints: Checkpoints, world: Peers) -> None:
-        checkpoints.compare_tensors(self.state, world)
+        absent = checkpoints.leave_out(self.state, world)
+        checkpoints.compare_tensors(self.state, world, absent)
         if not checkpoints.are_mixed:
             with self.events.trace.span("checkpoint"):
-                checkpoints.begin(self.state, world.rank, world.size)
+                checkpoints.begin(self.state, world.rank, world.size, absent=absent)
         share = checkpoints.upload.share
         self.timing.begun(self.state.committed, share.pause_s if share else 0.0)
         self._is_leave_tried = world.rank == 0 and self._leave_heard is not None
@@ -402,8 +403,8 @@ class Checkpointing:
     def restore(self, world: Peers) -> int | None:
         """Load the newest whole checkpoint, all workers together; returns its step.
 
-        None: there is no checkpoint. Raises ConfigError, LayoutError, and PeersLost: then the next
-        generation asks again.
+        None: there is no checkpoint, and rank 0 has the state that it was built with. Raises
+        ConfigError, LayoutError, and PeersLost: then the next generation asks again.
         """
         launch, checkpoints, step = self.launch, self.checkpoints, None
         is_first = launch.attempt == 1 or not launch.driver  # a person looks on
@@ -419,6 +420,8 @@ class Checkpointing:
             raise PeersLost(f"the store: {error}") from error
         if step is None and launch.resume_step:
             raise no_checkpoint(launch)
+        if step is None:
+            self.state.has_state = world.rank == 0
         return step
 
     def withdraw(self, world: Peers, newest: int) -> int:

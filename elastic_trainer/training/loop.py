@@ -27,6 +27,7 @@ from elastic_trainer.events.log import Events
 from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.schedule.schedule import owner_of
 from elastic_trainer.state.checkpoints.checkpoint import Plan
+from elastic_trainer.state.live_state import own_tensors
 from elastic_trainer.training.account import Account, is_finished
 from elastic_trainer.training.after_step import AfterStep, StopRequest
 from elastic_trainer.training.checkpointing import Checkpointing, open_checkpoints
@@ -58,7 +59,7 @@ class Loop:
                  stop_request: StopRequest | None = None):
         self.job, self.launch, self.driver, self.events = job, launch, driver, events
         self.stop_request = stop_request or StopRequest(job.best)
-        self.work = Work(job, reduce, sending, events)
+        self.work = proved(Work(job, reduce, sending, events), launch)
         self.state, self.replica = self.work.state, self.work.replica
         # a step: micro-batches → reduce → apply
         self.microbatches = Microbatches(self.work, self.leaves_alone, driver.is_broken)
@@ -263,10 +264,10 @@ class Loop:
         self.account.begin(self.world.rank, self.work.flat.gradients.sparse)
         step = self.checkpointing.restore(self.world)  # the store
         self.account.require_possible(step)
-        self.state.has_state, self.state.received = step is not None or self.world.rank == 0, -1
+        self.state.received = -1
         self.going_back.restored_step = step or 0
         self.after_step.go_back()
-        if step:
+        if step and self.state.has_state:  # else this worker receives it from one with the base
             self.account.resumed(step, self.work.built_settings, self.world.rank)
         if step is not None and self.checkpointing.checkpoints and self.world.rank == 0:
             self.account.compare_with_writer(step, self.generations.arithmetic,
@@ -300,6 +301,19 @@ class Loop:
             if self.launch.run_dir:
                 report.write_result(self.launch.run_dir)
         self.generations.vote(state.committed, Ballot())
+
+
+def proved(work: Work, launch: Launch) -> Work:
+    """Take what the script has built as frozen content, where other workers may have it."""
+    frozen, asked = work.state.frozen, work.job.carry_frozen
+    if not launch.horovod:
+        frozen.carries = "always"
+    elif launch.driver or asked != "never":
+        frozen.carries = asked
+    # Under plain horovodrun a process goes back to a checkpoint, with what it has changed.
+    if frozen.carries != "always":
+        frozen.prove(own_tensors(work.state))
+    return work
 
 
 def lacks_memory(loop: Loop, error: BaseException) -> bool:

@@ -322,8 +322,7 @@ class Generations:
         user's code. That code may take long. Horovod continues to negotiate and the heartbeats have
         a thread of their own, so neither Gloo nor the driver takes such a member for a dead one.
         """
-        began = time.monotonic()
-        statuses, source = self._exchange_statuses(state), "memory"
+        began, statuses, source = time.monotonic(), self._exchange_statuses(state), "memory"
         self.mixture.compare(self.world, [one.arithmetic for one in statuses], self.arithmetic,
                              givers(statuses), is_logged=self.driver.is_mended)
         paused_s = max((one.paused_ms / 1000 for one in statuses if one.has_state),
@@ -344,13 +343,15 @@ class Generations:
 
     def _exchange_statuses(self, state: LiveState) -> list[WorkerStatus]:
         """Exchange where each worker stands, by rank. Network: one allgather."""
+        host, paused_s = self._launch.host.encode(), time.monotonic() - self._left_at
         mine = torch.tensor([WorkerStatus(
-            state.ticks, state.begun, state.has_state, state.last_vote,
-            int(1000 * (time.monotonic() - self._left_at)), self.arithmetic, self.pauses.form(),
-            self.hooks.owes(), zlib.crc32(self._launch.host.encode())).encode()])
+            state.ticks, state.begun, state.has_state, state.last_vote, int(1000 * paused_s),
+            self.arithmetic, self.pauses.form(), self.hooks.owes(), zlib.crc32(host),
+            state.frozen.status()).encode()])
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
         statuses = [WorkerStatus.decode(numbers) for numbers in everyone.tolist()]
         self.world.hosts = tuple(status.host for status in statuses)
+        state.frozen.meet([status.frozen for status in statuses])
         return statuses
 
     def _roll_forward(self, state: LiveState, statuses: Sequence[WorkerStatus],
@@ -358,8 +359,7 @@ class Generations:
         """Bring this worker, if it has the state, to the newest step that a member has finished."""
         ticks, last_vote = newest(statuses)
         step = ticks // state.phases
-        # Rank 0 logs it, also as a newcomer. It logs it once if the reconcile is repeated because a
-        # member did not learn that the last one ended.
+        # Rank 0 logs it, also as a newcomer, and once if a member has not learned of its end.
         is_logged = state.begun <= ticks and self._redone_step == step
         if self.world.rank == 0 and was_begun(statuses) and not is_logged:
             self._redone_step = step

@@ -8,7 +8,8 @@ What always holds:
    the newcomers have none, as before.
 2. Each piece has a CRC-32, which its giver computes.
 3. Before the first byte the givers compare their tensors, and checksums of all that they hold.
-4. Each byte leaves the giver's device once, in pieces of TRANSFER_BYTES at most. All pieces use the
+4. What all takers have built themselves is not sent (state/frozen.py).
+5. Each byte leaves the giver's device once, in pieces of TRANSFER_BYTES at most. All pieces use the
    same memory of the host, which is pinned where the state is on a GPU.
 """
 
@@ -27,7 +28,7 @@ from elastic_trainer.state.device_copies import (
     devices_of,
     new_memory,
 )
-from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.live_state import LiveState, own_tensors
 from elastic_trainer.state.values.layout import (
     LayoutError,
     Packed,
@@ -66,7 +67,8 @@ class Transfer:
         takers = [rank for rank in range(world.size) if rank not in givers]
         givers = givers[:1] if self._gives_alone else givers
         is_giver, is_taker = world.rank in givers, world.rank in takers
-        packed = state.packed() if is_giver else None
+        absent = self._agree_on_frozen(state, takers) if state.frozen.is_shared else {}
+        packed = state.packed(absent=absent) if is_giver else None
         header_bytes, payload_bytes = self._agree(packed, givers, state.committed)
         self._events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
         # Numbers in the headers may differ, so all of the header is one giver's.
@@ -83,6 +85,14 @@ class Transfer:
             self._events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,
                               duration_s=round(time.monotonic() - started, 4))
         self._events.reach("world.transfer_ended", step=state.committed, is_giver=is_giver)
+
+    def _agree_on_frozen(self, state: LiveState, takers: list[int]) -> dict[str, str]:
+        """Return what all takers have already, so that it is not sent. Network: names, digests."""
+        world, tensors = self._world, own_tensors(state)
+        holders = [rank for rank in range(world.size) if rank not in takers]
+        mine = (state.frozen.report(tensors) if world.rank in takers else
+                state.frozen.report(tensors, holders.index(world.rank), len(holders)))
+        return state.frozen.agree(world.gather_texts(mine), takers)
 
     def _agree(self, packed: Packed | None, givers: list[int], step: int) -> tuple[int, int]:
         """Compare what the givers hold; return the bytes of header and payload."""

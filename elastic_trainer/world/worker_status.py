@@ -31,21 +31,25 @@ class WorkerStatus(NamedTuple):
     """True if the user's code has not ended after its last finished step."""
     host: int = 0
     """A number of its host: that of another host is another one."""
+    frozen: int = 0
+    """Whether it may have frozen content (state/frozen.py)."""
 
     def encode(self) -> list[int]:
         """Return it as integers."""
         own = self.arithmetic or Arithmetic(0, 0, 0)
         return [self.committed, self.begun, self.has_state, *self.last_vote, self.paused_ms,
-                own.program, own.inputs, own.result, *self.pause, self.owes, self.host]
+                own.program, own.inputs, own.result, *self.pause, self.owes, self.host,
+                self.frozen]
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> WorkerStatus:
         """Read the integers of `encode`."""
         committed, begun, has_state, samples, digest, clock_ms, finishes, paused_ms, *more = numbers
-        program, inputs, result, *pause, owes, host = more
+        program, inputs, result, *pause, owes, host, frozen = more
         return WorkerStatus(committed, begun, bool(has_state),
                         (samples, digest, clock_ms, finishes), paused_ms,
-                        Arithmetic(program, inputs, result), Survivor(*pause), bool(owes), host)
+                        Arithmetic(program, inputs, result), Survivor(*pause), bool(owes), host,
+                        frozen)
 
 
 def has_state(statuses: Sequence[WorkerStatus]) -> bool:

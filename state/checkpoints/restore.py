@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from tenacity import (
@@ -51,7 +51,8 @@ from elastic_trainer.state.checkpoints.commit_log import (
     Damaged,
     Record,
 )
-from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.frozen import REMEDY, OtherBase, differs
+from elastic_trainer.state.live_state import LiveState, absent_from, lacking_of
 from elastic_trainer.state.stores.store import (
     Store,
     StoreRefused,
@@ -59,6 +60,7 @@ from elastic_trainer.state.stores.store import (
     prove_put_if_absent,
 )
 from elastic_trainer.state.values.layout import LayoutError, Packed, fill_range, outline, unpack
+from elastic_trainer.state.values.names import with_plain_names
 
 Answer = TypeVar("Answer")
 
@@ -102,6 +104,8 @@ class Restore:
         for sequence in kept:
             try:
                 found = self._load(sequence, state, lineage)
+            except OtherBase:
+                raise  # an older checkpoint would lose steps
             except LayoutError as error:
                 self.refusals.append(sequence)
                 self.reasons.append(f"record {sequence}: {error}")
@@ -151,7 +155,7 @@ class Restore:
 
     def _load(self, sequence: int, state: LiveState, lineage: int) -> Restored:
         """Load a checkpoint. Raises LayoutError on all workers; then nothing has changed."""
-        record, parts, room = self._room_for(sequence, state)
+        record, parts, room, has_base = self._room_for(sequence, state)
         reading = time.monotonic()
         read_s, verify_s = read_together(self.store, parts, room, self.peers)
         if self.refusals:  # else the next record would keep a damaged one in place of a whole one
@@ -159,8 +163,9 @@ class Restore:
                 self.log.append(lambda last: without(last, self.refusals))
             self.peers.share_text("", 0)  # if that has failed no worker has values; all try again
         loading = time.monotonic()
-        state.load(unpack(room))
-        state.lineage = lineage
+        if has_base:
+            state.load(unpack(room))
+            state.lineage = lineage
         if self.peers.rank == 0:
             transfer_s = loading - reading - read_s - verify_s
             self.emit("state.checkpoint_restored", step=record.step, record=sequence,
@@ -170,10 +175,12 @@ class Restore:
                       load_s=round(time.monotonic() - loading, 4))
         return Restored(lineage, record, tuple(parts))
 
-    def _room_for(self, sequence: int, state: LiveState) -> tuple[Record, list[Part], Packed]:
-        """Return a record, its parts and room for its values.
+    def _room_for(self, sequence: int,
+                  state: LiveState) -> tuple[Record, list[Part], Packed, bool]:
+        """Return a record, its parts, room for its values, and whether this worker has the frozen
+        content that it leaves out.
 
-        Raises LayoutError on all workers if one of them cannot use it.
+        Raises LayoutError on all workers if one of them cannot use it, OtherBase.
         """
         text, wrong = "", ""
         if self.peers.rank == 0:
@@ -188,13 +195,14 @@ class Restore:
                 parts, header = parts_of(record), header_of(record)
                 room = state.room(header, sum(part.bytes for part in parts))
                 described = replace(outline(header), classes=state.classes)  # room has no bytes yet
-                if (step := unpack(described)["step"]) != record.step:
+                values = with_plain_names(unpack(described))
+                if (step := values["step"]) != record.step:
                     raise LayoutError(f"its record is of step {record.step}, and its header is of "
                                       f"step {step}")
         except (LayoutError, Damaged) as error:
             wrong = str(error)  # the model of one worker may be another one
         _agree(wrong, self.peers)
-        return record, parts, room
+        return record, parts, room, has_base(values, record.step, state, self.peers)
 
 
 def asked_again(ask: Callable[[], Answer], emit: Emit, *, is_refusal_final: bool = False) -> Answer:
@@ -316,6 +324,22 @@ def _checksum(piece: torch.Tensor, before: int) -> int:
     whole = piece.numel() // 4096
     sums = piece[: whole * 4096].view(torch.int64).view(whole, 512).sum(1)
     return zlib.crc32(piece[whole * 4096 :].numpy().data, zlib.crc32(sums.numpy().data, before))
+
+
+def has_base(values: dict[str, Any], step: int, state: LiveState, peers: Peers) -> bool:
+    """Return whether this worker has the frozen content that values leave out: its bytes of now.
+
+    A worker without it receives the state from one that has it. Raises OtherBase on all workers if
+    none has.
+    """
+    if not (absent := absent_from(values)):
+        return True
+    lacking = lacking_of(state, values)
+    why = differs(lacking, absent) if lacking else ""
+    found = peers.gather_texts(why)
+    if all(found):
+        raise OtherBase(f"the checkpoint of step {step} cannot be restored: {found[0]}. {REMEDY}")
+    return not lacking
 
 
 def _agree(wrong: str, peers: Peers) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -28,7 +28,7 @@ from elastic_trainer.state.checkpoints.commit_log import Damaged
 from elastic_trainer.state.checkpoints.publish import Known, Publisher
 from elastic_trainer.state.checkpoints.restore import Restore, asked_again, withdraw
 from elastic_trainer.state.checkpoints.upload import SnapshotMemory, Upload
-from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.live_state import LiveState, own_tensors
 from elastic_trainer.state.stores.store import Store, StoreUnavailable
 from elastic_trainer.state.values.layout import differing, tensors_digest
 
@@ -82,22 +82,37 @@ class Checkpoints:
         self.drop("the world has changed")
         self.are_mixed = False
 
-    def compare_tensors(self, state: LiveState, peers: Peers) -> None:
+    def leave_out(self, state: LiveState, peers: Peers) -> dict[str, str]:
+        """Return the frozen content that the next checkpoint leaves out. All workers call this
+        together: each looks at its part.
+
+        Costs: 0.66 s of a core for 1 GB, divided by the workers. Network: names and digests.
+        """
+        frozen = state.frozen
+        if not frozen.leaves_out:
+            return {}
+        mine = frozen.kept(own_tensors(state), peers.rank, peers.size)
+        return frozen.kept_by_all(peers.gather_texts(json.dumps(mine)))
+
+    def compare_tensors(self, state: LiveState, peers: Peers,
+                        absent: Mapping[str, str] | None = None) -> None:
         """Find out whether the workers that packed other tensors for the last checkpoint still do.
 
         All workers call this together. No bytes are sent that no record will name.
         """
         if not self.are_mixed:
             return
-        digests = peers.gather_texts(tensors_digest(state.packed().header))
+        digests = peers.gather_texts(tensors_digest(state.packed(absent=absent).header))
         wrong = differing(dict(enumerate(digests)))
         self.are_mixed = bool(wrong)
         if wrong:
             self.known.fail(wrong, is_unknown=False)
             self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
 
-    def begin(self, state: LiveState, rank: int, size: int, *, is_alone: bool = False) -> None:
+    def begin(self, state: LiveState, rank: int, size: int, *, is_alone: bool = False,
+              absent: Mapping[str, str] | None = None) -> None:
         """Copy my share of the state (the only pause), and upload it beside the training.
+        `absent`: the frozen content that all workers leave out.
 
         Raises what the user's state_dict raises, and CannotKeep, unless this worker `is_alone`:
         then nobody could do anything about it.
@@ -111,8 +126,10 @@ class Checkpoints:
         if before and self.known.parts_step == self.known.newest_step:
             share.planned_s = PLANNED * (now - before)  # the next one is due as much later
         try:
+            if is_alone:
+                absent = state.frozen.kept(own_tensors(state))
             with no_search_for_cycles():
-                packed = state.packed()
+                packed = state.packed(absent=absent)
         except Exception as error:
             share.error = f"{type(error).__name__}: {error}"
             if not is_alone and not isinstance(error, MemoryError):

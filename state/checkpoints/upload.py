@@ -83,7 +83,7 @@ class SnapshotMemory:
         if self.coming and not self.coming.done():
             return
         try:
-            packed = state.packed()
+            packed = state.packed(absent=state.frozen.expected())
             need = self.share_bytes(packed.payload_bytes, size)
             if not _fits(self.room, need):
                 maker = ThreadPoolExecutor(1, "room")

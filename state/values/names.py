@@ -148,5 +148,6 @@ class ModelParameters:
         with torch.no_grad():
             for name, tensor in values.items():
                 parameters[name].copy_(tensor)
-                if parameters[name].requires_grad != (name in wanted):
-                    parameters[name].requires_grad_(name in wanted)
+            for name, parameter in parameters.items():  # frozen content is not in the values
+                if parameter.requires_grad != (name in wanted):
+                    parameter.requires_grad_(name in wanted)

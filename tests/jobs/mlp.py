@@ -63,6 +63,11 @@ parser.add_argument("--mixture", action="store_true",
                     help="the samples are drawn from two datasets by weights")
 parser.add_argument("--compile", action="store_true",
                     help="torch.compile, with a compiler that only the faults know")
+parser.add_argument("--frozen", type=int,
+                    help="a layer that is not trained, of weights drawn with this seed")
+parser.add_argument("--carry-frozen", default="never")
+parser.add_argument("--frozen-changes-at", type=int,
+                    help="the loop changes that layer after this step (with --iterator)")
 parser.add_argument("--evaluate-on", help="on this host only")
 parser.add_argument("--fits", type=int, default=1 << 20,
                     help="the worker has memory for this many micro-batches of a step (with "
@@ -148,6 +153,9 @@ torch.manual_seed(1)
 model = Net(torch.nn.Linear(20, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(),
             torch.nn.Dropout(0.1), torch.nn.Linear(256, 256), torch.nn.ReLU(),
             torch.nn.Linear(256, 4))
+if options.frozen is not None:
+    drawn = torch.randn(256, 256, generator=torch.Generator().manual_seed(options.frozen))
+    model[4].weight = torch.nn.Parameter(drawn / 16, requires_grad=False)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 if options.compile:
     def compiler(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -189,7 +197,7 @@ held_out = dataset()
 given = {"global_batch": 64, "microbatches": 8, "seed": 3, "clip_norm": 1.0,
          "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
          "loader": loader, "reduce": options.reduce, "bucket_bytes": options.bucket_bytes,
-         "listeners": injected.listeners}
+         "listeners": injected.listeners, "carry_frozen": options.carry_frozen}
 rate = cosine(warmup_steps=5, total_steps=options.steps)
 def is_here_and_now(place: str | None, step: int) -> bool:
     """True on the host, or in the slot, and in the step of a text like "127.0.0.3:12", "slot
@@ -226,6 +234,8 @@ if options.iterator:
                                             loader=loader)["accuracy"]
             with torch.no_grad():
                 model[0].bias.mul_(1 - accuracy / 100)
+        if step.number == options.frozen_changes_at:
+            model[4].weight.data.mul_(0.5)  # no version counts it
         if is_here_and_now(options.raise_at, step.number):
             raise ValueError("in the loop, as planned")
         if step.number == options.break_at and (

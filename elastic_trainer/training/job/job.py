@@ -24,7 +24,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import default_collate
 
-from elastic_trainer.config import ConfigError, Launch
+from elastic_trainer.config import CARRIES, ConfigError, Launch
 from elastic_trainer.data.loader import MicrobatchRecipe, Reader, Readers, require_loader
 from elastic_trainer.data.mixture import order_of
 from elastic_trainer.evaluate.best import Best, require_rule
@@ -111,6 +111,8 @@ class Job:
     """Sets the rates instead of `rate`."""
     on_nan: str = "raise"
     """The policy for a loss that is not finite (failures.py)."""
+    carry_frozen: str = CARRIES[0]
+    """Who carries frozen content (state/frozen.py)."""
     words: Words = OF_TRAIN
     """What messages call the options."""
     configuration: Mapping[str, Any] = field(default_factory=dict)
@@ -176,7 +178,7 @@ def checked(model: torch.nn.Module,
         clip_value=options["clip_value"],
         precision=precision_of(options["precision"], device.type),
         scaler=scaler_of(options["precision"], options["scaler"], device.type),
-        on_nan=options["on_nan"],
+        on_nan=options["on_nan"], carry_frozen=options["carry_frozen"],
         collate=collate,
         readers=Readers(Reader(dataset, collate, MicrobatchRecipe(numbers), options["loader"],
                                device)),
