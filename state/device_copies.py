@@ -118,8 +118,10 @@ class Targets:
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
-    """Return the devices, other than the CPU, that hold some of the tensors."""
-    return sorted({tensor.device for tensor in tensors} - {torch.device("cpu")}, key=str)
+    """Return the devices, other than the CPU, that hold some of the tensors. One on the device
+    "meta" is on another worker."""
+    nowhere = {torch.device("cpu"), torch.device("meta")}
+    return sorted({tensor.device for tensor in tensors} - nowhere, key=str)
 
 
 def await_devices(devices: Iterable[torch.device]) -> None:

@@ -20,25 +20,27 @@ What it does not do: stand in the place of `TorchState` in a script. horovod_sty
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from elastic_trainer.renamed import present
 from elastic_trainer.state.device_copies import Copying
-from elastic_trainer.state.findings import Findings, are_sound
+from elastic_trainer.state.findings import Findings
 from elastic_trainer.state.forward import ExtraState, InFlight, ModelBuffers, Modes
 from elastic_trainer.state.frozen import REMEDY, FrozenContent, differs
+from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.rates import Rates
+from elastic_trainer.state.shards import Shards
 from elastic_trainer.state.values.layout import (
     MACHINE_BYTES,
     Bare,
     LayoutError,
     Packed,
+    named_tensors,
     outline,
     pack,
     unpack,
@@ -46,11 +48,13 @@ from elastic_trainer.state.values.layout import (
 from elastic_trainer.state.values.module_attributes import ModuleAttributes
 from elastic_trainer.state.values.names import ModelParameters, with_plain_names
 from elastic_trainer.state.values.optimizer_values import OptimizerValues
-from elastic_trainer.state.values.plain_values import is_plain
 
 
 class LiveState:
     """Model, optimizer and scaler of this worker, and its place in the run."""
+
+    shards: Shards | None = None
+    """What this worker holds of the optimizer's state; None: all of it."""
 
     def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *,
                  scaler: torch.amp.GradScaler | None = None, scheduler: LRScheduler | None = None,
@@ -233,33 +237,32 @@ class LiveState:
             **({"run_id": self.run_id} if self.run_id else {}),
         }
 
-    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None) -> Packed:
-        """Return header and tensors, without a copy. `learns`: the classes. Raises CannotKeep."""
-        return pack(self.values(absent), self.classes, learns=learns)
+    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None,
+               entries: Mapping[str, Any] | None = None) -> Packed:
+        """Return header and tensors, without a copy. `learns`: the classes. `entries` replace what
+        this worker holds of the optimizer's state. Raises CannotKeep."""
+        values = self.values(absent)
+        values["optimizer"] |= {} if entries is None else {"state": dict(entries)}
+        return pack(values, self.classes, learns=learns, lacks=entries is not None)
 
     def room(self, header: bytes, payload_bytes: int) -> Packed:
         """Return memory for the values that a header describes, to be filled, unpacked and loaded
         once they are whole.
 
-        Weights go where the gradients live: that memory is there, and idle while this worker has no
-        state. (New memory was half of the time of a restore where the hypervisor gives it page by
-        page.) Raises LayoutError when the values are not of this model and optimizer, or when there
-        are not as many bytes.
+        Weights go where the gradients live: that memory is there, and idle. (New memory was half of
+        the time of a restore where the hypervisor gives it page by page.) Raises LayoutError when
+        the values are not of this model and optimizer, or when there are not as many bytes.
         """
         outlined = outline(header)
-        if outlined.payload_bytes != payload_bytes:
-            raise LayoutError(f"there are {payload_bytes} bytes, but the header describes "
-                              f"{outlined.payload_bytes}")
-        if payload_bytes > MACHINE_BYTES:
-            raise LayoutError(f"the header describes {payload_bytes} bytes, and this machine has "
-                              f"{MACHINE_BYTES}")
+        require_bytes(outlined, payload_bytes)
         values = unpack(replace(outlined, classes=self.classes))
         check_kinds(values)
         values, mine = with_plain_names(values), self.parameters.named()
         require_fit(self, values)
         idle = {id(tensor): mine[name].grad for name, tensor in values["parameters"].items()}
-        return Packed(header, [_memory(tensor, idle.get(id(tensor)))
-                               for tensor in outlined.tensors], self.classes)
+        return Packed(header, [_memory(tensor, idle.get(id(tensor))) if is_needed else tensor
+                               for tensor, is_needed in needed_by(self.shards, header, outlined)],
+                      self.classes)
 
     def load(self, values: dict[str, Any]) -> None:
         """Take over all values, or none. Raises LayoutError when they are not of this model and
@@ -278,7 +281,7 @@ class LiveState:
         if "evaluating" in values:
             self.modes.load(values["evaluating"])
             self.attributes.load(values.get("attributes", {}), values.get("other_attributes", {}))
-        self.optimizer_values.load(values["optimizer"])
+        self.optimizer_values.load(kept_by(self.shards, values["optimizer"]))
         if self.scaler is not None:
             self.scaler.load_state_dict(values["scaler"])
         for name, extra in self.extras.items():
@@ -317,6 +320,46 @@ def absent_from(values: dict[str, Any]) -> dict[str, str]:
     """Return the frozen content that values leave out, with its digests."""
     return {name: digest for name, digest in values.get("frozen", {}).items()
             if name not in values["parameters"] and name not in values["buffers"]}
+
+
+def begin_as_built(state: LiveState, rank: int) -> None:
+    """Begin without a checkpoint: rank 0 has the state that it was built with."""
+    state.has_state = rank == 0
+    if state.shards:
+        state.shards.hold_as_built(rank)
+
+
+def is_whole(state: LiveState) -> bool:
+    """True if this worker alone holds the run's state, all of it, and none is half changed."""
+    is_sound = state.has_state and not state.is_applying
+    return is_sound and (state.shards is None or state.shards.is_whole)
+
+
+def require_bytes(outlined: Packed, payload_bytes: int) -> None:
+    """Raise LayoutError unless a header describes this number of bytes, and the machine has it."""
+    if outlined.payload_bytes != payload_bytes:
+        raise LayoutError(f"there are {payload_bytes} bytes, but the header describes "
+                          f"{outlined.payload_bytes}")
+    if payload_bytes > MACHINE_BYTES:
+        raise LayoutError(f"the header describes {payload_bytes} bytes, and this machine has "
+                          f"{MACHINE_BYTES}")
+
+
+def kept_by(shards: Shards | None, optimizer: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of an optimizer without the entries that a worker does not hold."""
+    return optimizer if shards is None else {
+        **optimizer, "state": shards.kept_of(optimizer["state"])}
+
+
+def needed_by(shards: Shards | None, header: bytes,
+              outlined: Packed) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield each tensor, and whether a worker keeps it: of an optimizer that is sharded, not
+    all."""
+    if shards is None:
+        yield from ((tensor, True) for tensor in outlined.tensors)
+    else:
+        yield from ((tensor, shards.is_needed(one["name"]))
+                    for tensor, one in zip(outlined.tensors, named_tensors(header), strict=True))
 
 
 def require_fit(state: LiveState, values: dict[str, Any]) -> None:
@@ -374,75 +417,3 @@ def _memory(tensor: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor
     if gradient is not None and gradient.is_cpu and gradient.is_contiguous():
         return gradient
     return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
-# --- whether values that were received are sound ------------------------------------------------
-
-OPTIONAL: dict[str, Any] = {
-    "samples": 0, "evaluating": [], "trained": [], "aliases": {}, "left_out": [], "rate_used": 0.0,
-    "scheduler": None, "extra_state": {}, "settings": {}, "phase": 0, "clock_ms": 0,
-    "findings": {}, "attributes": {}, "other_attributes": {}, "frozen": {}}
-"""What version 0.1 has not written."""
-
-
-def check_kinds(values: Any) -> None:
-    """Raise LayoutError unless values are of the kinds that `load` relies on.
-
-    A value with the right digest may still have been written by another program. If `load` raised
-    at it, each start of the run would end, with half of the state changed.
-    """
-    if not isinstance(values, dict):
-        raise LayoutError("the header holds no state")
-    found: dict[str, Any] = OPTIONAL | values
-    kinds: dict[str, Any] = {
-        "identity": dict, "optimizer": dict, "base_rates": (list, tuple),
-        "rate_used": (int, float), "scheduler": (dict, type(None)), "scaler": (dict, type(None)),
-        "loss": (int, float), "last_vote": (list, tuple), "step": int, "samples": int,
-        "lineage": int, "phase": int, "clock_ms": int}
-    bad = [name for name, kind in kinds.items()
-           if name not in found or not isinstance(found[name], kind)]
-    bad += [name for name in ("evaluating", "trained", "left_out")
-            if not _is_list(found[name], str)]
-    named = {"parameters": torch.Tensor, "buffers": torch.Tensor, "extras": object,
-             "extra_state": object, "settings": object, "aliases": str, "findings": object,
-             "attributes": object, "other_attributes": object, "frozen": str}
-    bad += [name for name, kind in named.items() if not _is_dict(found.get(name), kind)]
-    if not bad:
-        bad = [name for name, is_sound in _contents(found).items() if not is_sound]
-    if bad:
-        raise LayoutError(f"the header holds no state of ours: {', '.join(bad)} are not what this "
-                          f"version writes")
-
-
-def _contents(found: dict[str, Any]) -> dict[str, bool]:
-    """Return, by name, whether the values in containers are sound; the containers are."""
-    optimizer, scheduler = found["optimizer"], found["scheduler"]
-    groups, members = optimizer.get("groups"), optimizer.get("members")
-    return {
-        "optimizer": (_is_dict(optimizer.get("state"), object)
-                      and isinstance(optimizer.get("shared", {}), dict)
-                      and _is_list(groups, dict) and _is_list(members, (list, tuple))
-                      and len(groups) == len(members)
-                      and all(_is_list(names, str) for names in members)),
-        "base_rates": _is_list(
-            found["base_rates"], (int, float, numpy.number, torch.Tensor)) and (
-            isinstance(groups, (list, tuple)) and len(found["base_rates"]) == len(groups)),
-        "scheduler": not scheduler or (isinstance(scheduler.get("class"), str)
-                                       and isinstance(scheduler.get("state"), dict)),
-        "last_vote": _is_list(found["last_vote"], int) and len(found["last_vote"]) in (2, 4),
-        "findings": are_sound(found["findings"]),
-        "attributes": all(map(is_plain, found["attributes"].values())),
-        "settings": not found["settings"] or isinstance(found["settings"].get("optimizer"), str),
-        "aliases": (set(found["aliases"].values())
-                    <= found["parameters"].keys() | found["buffers"].keys()
-                    | found["frozen"].keys()),
-    } | {name: found[name] >= 0 for name in ("step", "samples", "lineage", "phase")}
-
-
-def _is_dict(value: Any, kind: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(k, str) and isinstance(v, kind) for k, v in value.items())
-
-
-def _is_list(value: Any, kind: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(one, kind) for one in value)

@@ -84,6 +84,15 @@ class Rates:
         """Return the first group's rate under a multiplier."""
         return float(self.base[0] * (1.0 if multiplier is None else multiplier))
 
+    def base_of(self, optimizer: torch.optim.Optimizer) -> list[Any] | None:
+        """Return the rates that a multiplier multiplies, of the groups of one of the optimizers;
+        None: a scheduler sets the rates."""
+        if self.scheduler is not None:
+            return None
+        bases = {id(group): base for group, base
+                 in zip(self.optimizer.param_groups, self.base, strict=True)}
+        return [bases[id(group)] for group in optimizer.param_groups]
+
     @property
     def are_moved(self) -> bool:
         """True if the optimizer has set a rate in its own step."""

@@ -190,7 +190,8 @@ class OnDevice(LiveState):
 
     device: FakeDevice
 
-    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None) -> Packed:
-        packed = super().packed(learns=learns, absent=absent)
+    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None,
+               entries: Any = None) -> Packed:
+        packed = super().packed(learns=learns, absent=absent, entries=entries)
         return replace(packed, tensors=[DeviceTensor(one, self.device) if one.ndim else one
                                         for one in packed.tensors])

@@ -27,7 +27,7 @@ from typing import Any
 POINTS = ("boot", "world.place_taken", "world.init_entered", "world.init_left",
           "world.transfer_started", "world.transfer_ended", "world.generation_entered",
           "step.computed", "step.prepared", "step.voted", "step.applied", "data", "batch",
-          "gradient", "evaluate", "compile")
+          "gradient", "evaluate", "compile", "shards.moving", "shards.computed")
 RELEASED = "released"
 """A test lets those go who are held when it makes this file in its folder."""
 

@@ -325,7 +325,7 @@ class State:
         self.content, self.committed, self.lineage = "", 0, 0
         self.classes: dict[str, type] = {}
 
-    def packed(self) -> Packed:
+    def packed(self, entries: None = None) -> Packed:
         return pack({"content": self.content, "step": self.committed, "tensors": self._tensors()})
 
     def _tensors(self) -> list[torch.Tensor]:

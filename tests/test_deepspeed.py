@@ -18,7 +18,7 @@ from elastic_trainer.commands.configured import for_workers
 from elastic_trainer.commands.run_options import parse_run
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.seeds import seed_everything
-from elastic_trainer.deepspeed.file import STAGES, Fp16, batch_of, checked
+from elastic_trainer.deepspeed.file import Fp16, batch_of, checked, options_of
 from elastic_trainer.deepspeed.objects import LossScale
 from elastic_trainer.deepspeed.rates import rate_of
 from elastic_trainer.deepspeed.remedies import OPTIMIZERS_REFUSED, REMEDIES, SCHEDULERS_REFUSED
@@ -268,13 +268,11 @@ def test_what_is_not_supported_is_refused_by_name(given: Any, told: str) -> None
         checked(BATCH | given, "f")
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_stage_that_shards_is_refused_with_what_each_worker_holds(stage: int) -> None:
-    """Until the trainer shards; STAGES says which ones it does."""
-    if stage in STAGES:
-        pytest.skip("the trainer shards")
-    with pytest.raises(ConfigError, match=f"stage is {stage}. .*does not shard yet.*16 bytes a pa"):
-        checked(BATCH | {"zero_optimization": {"stage": stage}}, "f")
+def test_stage_1_shards_the_optimizer_and_stage_2_is_refused_with_what_each_worker_holds() -> None:
+    file = checked(BATCH | {"zero_optimization": {"stage": 1}}, "f")
+    assert options_of(file, None, "f")["shard"] == "optimizer"
+    with pytest.raises(ConfigError, match="stage is 2. The gradients are not sharded.*8 bytes a p"):
+        checked(BATCH | {"zero_optimization": {"stage": 2}}, "f")
 
 
 def test_each_remedy_is_of_a_key_that_is_refused() -> None:

@@ -42,7 +42,7 @@ from elastic_trainer.state.stores.store import StoreRefused
 from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.training.failures import LossNotFinite, PeerFailed, UserExited
 from elastic_trainer.training.job.job import Job, Result, describe, fewest_samples
-from elastic_trainer.training.loop import Loop
+from elastic_trainer.training.loop import Loop, hooks_of
 from elastic_trainer.training.trainer import Loss, drive, train
 from elastic_trainer.training.warm_up import rehearse
 from elastic_trainer.training.worker import local_rank
@@ -438,7 +438,7 @@ def in_a_world(size: int, make: Callable[[int], Job], reduce: str = "exact") -> 
                           Sending())
         trainer.world = Member(hub, rank)
         trainer.generations = OneGeneration(
-            Launch(), Driver(), trainer.events, trainer.hooks(), trainer.world)
+            Launch(), Driver(), trainer.events, hooks_of(trainer), trainer.world)
         trainers.append(trainer)
 
     def work(rank: int) -> Any:

@@ -26,7 +26,8 @@ from test_trainer import Fault, in_a_breaking_world, loop, trainer_of
 from elastic_trainer.config import ConfigError
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.forward import Modes
-from elastic_trainer.state.live_state import LiveState, check_kinds, require_fit
+from elastic_trainer.state.kinds import check_kinds
+from elastic_trainer.state.live_state import LiveState, require_fit
 from elastic_trainer.state.values.layout import LayoutError, byte_ranges, decode, unpack
 from elastic_trainer.state.values.module_attributes import ModuleAttributes, plain_attributes
 from elastic_trainer.state.values.other_attributes import OF_MODELS

@@ -39,7 +39,7 @@ from elastic_trainer.reduce.flat import Tally, read
 from elastic_trainer.schedule.intervals import length_of
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.values.layout import byte_view
-from elastic_trainer.training.loop import Loop
+from elastic_trainer.training.loop import Loop, hooks_of
 from elastic_trainer.views.verify import verify
 from elastic_trainer.world.collectives import PeersLost
 from elastic_trainer.world.generations import Generations
@@ -250,7 +250,7 @@ def in_a_breaking_world(monkeypatch: pytest.MonkeyPatch, size: int,
             super().__init__(*args, **kwargs)
             self.world = Broken(hub, ranks.rank)
             self.generations = Generations(Launch(), Given(ranks.rank, size), self.events,
-                                           self.hooks(), self.world, Doors(hub))
+                                           hooks_of(self), self.world, Doors(hub))
 
     def run(rank: int) -> Any:
         ranks.rank = rank

@@ -28,7 +28,7 @@ from elastic_trainer.state.checkpoints.checkpoint import (
 from elastic_trainer.state.checkpoints.commit_log import CommitLog, Damaged, Record
 from elastic_trainer.state.checkpoints.publish import delete_unreferenced
 from elastic_trainer.state.checkpoints.restore import read_part
-from elastic_trainer.state.live_state import check_kinds
+from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.stores.by_url import open_store
 from elastic_trainer.state.stores.store import Store, StoreUnavailable
 from elastic_trainer.state.values.layout import LayoutError, decode, named_tensors, outline

@@ -61,13 +61,12 @@ NEEDED = {"WarmupDecayLR": ("total_num_steps",), "WarmupCosineLR": ("total_num_s
           "StepLR": ("step_size",), "MultiStepLR": ("milestones",), "ExponentialLR": ("gamma",),
           "CosineAnnealingLR": ("T_max",), "CosineAnnealingWarmRestarts": ("T_0",)}
 """The parameters without a default."""
-STAGES: dict[int, str | None] = {0: None}
-"""The stages of ZeRO that are supported → the trainer's option `shard`. Stage 1 is "optimizer", and
-stage 2 is "gradients", once the trainer shards."""
+STAGES: dict[int, str | None] = {0: None, 1: "optimizer"}
+"""The stages of ZeRO that are supported → the trainer's option `shard`."""
 NOT_SHARDED = (
-    "elastic-trainer does not shard yet: each worker holds all weights, gradients and optimizer "
-    "values, 16 bytes a parameter with Adam in 32 bits (1 billion parameters: 16 GB). Use stage 0 "
-    "if that fits. docs/guide/large.md shows how activations need less")
+    "The gradients are not sharded: each worker holds all weights and gradients, 8 bytes a "
+    "parameter in 32 bits (1 billion parameters: 8 GB), and its part of the optimizer's values. Use "
+    "stage 1 if that fits. docs/guide/large.md shows how activations need less")
 WHERE = "docs/migrate-from-deepspeed.md has the whole table."
 
 Auto = Literal["auto"]

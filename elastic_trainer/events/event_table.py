@@ -226,6 +226,21 @@ _WORLD = (
               "The worker applied a step that other members had applied.", has(step=STEP)),
     EventKind("worker.state_received", DETAIL, "A newcomer has received the state.",
               has(step=STEP, bytes=BYTES, duration_s=SECONDS)),
+    EventKind("worker.shards_moved", DETAIL,
+        "Parts of the optimizer's state have moved to new holders, and this worker has received "
+        "those that it is to hold.",
+        has(step=STEP, bytes=BYTES, moves=WHOLE, received=WHOLE, duration_s=SECONDS)),
+    EventKind("worker.shards_lost", WARNING,
+        "All holders of parts of the optimizer's state are gone. The run goes back to the newest "
+        "checkpoint.", has(step=STEP, blocks=WHOLE, of=WHOLE),
+        "all holders of {blocks} of {of} parts of the optimizer's state are gone after step {step}",
+        remedy="With buddies=2 a part survives the loss of two hosts at once."),
+    EventKind("worker.shards_differ", ERROR,
+        "Two holders of a part of the optimizer's state hold different bits. The run goes back to "
+        "a checkpoint from before the difference.", has(step=STEP),
+        "two workers hold different bits of a part of the optimizer's state in step {step}",
+        remedy="Test the memory of the hosts. With three workers or more and without shard, the "
+               "worker that is wrong is found."),
     EventKind("worker.revives", WARNING,
         "The worker starts anew in place and keeps its state, because Horovod would abort it, or "
         "because its GPU has no memory left.",

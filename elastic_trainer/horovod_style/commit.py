@@ -102,8 +102,9 @@ class CommitState(LiveState):
     def restore(self) -> None:
         """Do nothing: which commit is the last is known when all members have met again."""
 
-    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None) -> Packed:
-        """Return the last commit; the live values, if none is kept."""
+    def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None,
+               entries: Mapping[str, Any] | None = None) -> Packed:
+        """Return the last commit; the live values, if none is kept. (Nothing is sharded here.)"""
         return (self.last.packed() if self.last.step >= 0
                 else super().packed(learns=learns, absent=absent))
 

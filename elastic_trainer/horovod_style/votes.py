@@ -57,7 +57,7 @@ class Votes:
         """Vote on a commit, copy it, and do the checkpoint work, all workers together.
 
         Without `is_wanted` there is a commit only if the world is to change, so that nothing is
-        lost by it. Raises HostsUpdatedInterrupt if it is to. Costs: one allreduce of 22 integers,
+        lost by it. Raises HostsUpdatedInterrupt if it is to. Costs: one allreduce of 23 integers,
         and one copy of the state.
         """
         state, checkpointing, world = self._state, self._checkpointing, self._world

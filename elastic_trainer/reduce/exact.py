@@ -195,6 +195,11 @@ class ExactReducer(Reducer):
     def has_sent(self) -> bool:
         return not all(self._filling.is_full(number) for number in range(self._started))
 
+    def spare(self) -> Sums:
+        if not self._spare:
+            self._spare.append(self.flat.new_sums())
+        return self._spare[-1]
+
     def send(self, world: Collectives) -> None:
         self._filling.rest()
         if self._error:

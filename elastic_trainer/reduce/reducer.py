@@ -116,6 +116,10 @@ class Reducer(ABC):
         """Return sums that go into this worker's part of the step, after its last micro-batch."""
         return self.flat.sums
 
+    def spare(self) -> Sums:
+        """Return flat buffers that nobody needs between `finish` and the next `begin`."""
+        return self.flat.new_sums()
+
     @abstractmethod
     def send(self, world: Collectives) -> None:
         """Start what is not on its way, without waiting for it."""

@@ -32,7 +32,7 @@ from elastic_trainer.state.checkpoints.cadence import Cadence
 from elastic_trainer.state.checkpoints.checkpoint import Peers, Plan, Share
 from elastic_trainer.state.checkpoints.commit_log import Fenced
 from elastic_trainer.state.checkpoints.run_checkpoints import Checkpoints
-from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.live_state import LiveState, begin_as_built, is_whole
 from elastic_trainer.state.stores.by_url import open_store
 from elastic_trainer.state.stores.store import StoreRefused, StoreUnavailable
 from elastic_trainer.training.timing import Timing, Told, no_checkpoint, tell_last, unsaved
@@ -302,11 +302,11 @@ class Checkpointing:
                 checkpoints.drop()
 
     def _begin(self, checkpoints: Checkpoints, world: Peers) -> None:
-        absent = checkpoints.leave_out(self.state, world)
-        checkpoints.compare_tensors(self.state, world, absent)
+        agreed = checkpoints.agree(self.state, world)
+        checkpoints.compare_tensors(self.state, world, **agreed)
         if not checkpoints.are_mixed:
             with self.events.trace.span("checkpoint"):
-                checkpoints.begin(self.state, world.rank, world.size, absent=absent)
+                checkpoints.begin(self.state, world.rank, world.size, **agreed)
         share = checkpoints.upload.share
         self.timing.begun(self.state.committed, share.pause_s if share else 0.0)
         self._is_leave_tried = world.rank == 0 and self._leave_heard is not None
@@ -364,7 +364,7 @@ class Checkpointing:
         One worker that can does it for all. The others look until it is published.
         """
         checkpoints, state = self.checkpoints, self.state
-        if checkpoints is None or not state.has_state or state.is_applying:
+        if checkpoints is None or not is_whole(state):
             return
         started, pause_s, tries = time.monotonic(), FIRST_PAUSE_S, 0
         while tries < LAST_TRIES:
@@ -382,7 +382,7 @@ class Checkpointing:
     def write_alone(self) -> int:
         """Publish the state of this worker, which no other one has; return the newest step that is
         published then. Between two phases of a step there is no checkpoint."""
-        if self.checkpoints is None or self.state.phase:
+        if self.checkpoints is None or self.state.phase or not is_whole(self.state):
             return self.newest_step()
         for _ in range(LAST_TRIES):
             self.checkpoints.write_alone(self.state)
@@ -393,9 +393,8 @@ class Checkpointing:
     def write_while_waiting(self) -> None:
         """Go on with a checkpoint that this worker makes alone, while it waits for a place.
 
-        All workers that hold the state may be gone any moment. Called again and again; never waits.
-        """
-        if self.checkpoints and self.state.has_state and not self.state.is_applying:
+        All that hold the state may be gone any moment. Called again and again; never waits."""
+        if self.checkpoints and is_whole(self.state):
             self.checkpoints.go_on_alone(self.state)
 
     # --- a run goes on --------------------------------------------------------------------------
@@ -407,6 +406,8 @@ class Checkpointing:
         ConfigError, LayoutError, and PeersLost: then the next generation asks again.
         """
         launch, checkpoints, step = self.launch, self.checkpoints, None
+        if self.state.shards:
+            self.state.shards.begin(world.rank, world.hosts)
         is_first = launch.attempt == 1 or not launch.driver  # a person looks on
         try:
             if checkpoints:
@@ -421,7 +422,7 @@ class Checkpointing:
         if step is None and launch.resume_step:
             raise no_checkpoint(launch)
         if step is None:
-            self.state.has_state = world.rank == 0
+            begin_as_built(self.state, world.rank)
         return step
 
     def withdraw(self, world: Peers, newest: int) -> int:

@@ -25,6 +25,8 @@ from elastic_trainer.state.values.layout import byte_view
 from elastic_trainer.state.values.names import named_parameters
 from elastic_trainer.training.failures import Losses, LossNotFinite, not_finite, verdict
 from elastic_trainer.training.job.optimizers import members_of, parameters_of
+from elastic_trainer.training.microbatches import Microbatches
+from elastic_trainer.training.sharded import ShardedUpdate
 from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import World
 
@@ -35,6 +37,7 @@ class StepEnd:
     def __init__(self, work: Work):
         self.work, self.job, self.state, self.flat = work, work.job, work.state, work.flat
         self.events = work.events
+        self.sharded = ShardedUpdate(work, self._ready) if work.state.shards else None
         self.grad_norm: torch.Tensor | None = None
         """The norm of the last gradient before it was clipped; None without `clip_norm`."""
 
@@ -132,27 +135,57 @@ class StepEnd:
     def _update(self) -> None:
         job, state = self.job, self.state
         optimizer = members_of(job.optimizer)[state.phase]
-        self.flat.divide()
-        self.flat.hand_out()
+        sharded = self.sharded if self.sharded and self.sharded.is_prepared else None
+        if not sharded:
+            self.flat.divide()
+            self.flat.hand_out()
         found = self._buffers()
         state.loss = self.flat.apply_statistics(state.model_buffers.before, state.buffers)
         copy_together([*map(state.buffers.__getitem__, found)], list(found.values()))
         state.modes.apply()
         state.attributes.apply()
+        if not sharded:
+            self._ready(optimizer)
+        state.rates.set(job.multiplier(state.committed))
+        if sharded:
+            sharded.apply(optimizer, lambda: self._step(optimizer))
+        else:
+            self._step(optimizer)
+        if job.scaler:
+            job.scaler.update()
+        state.extra_state.apply()
+
+    def _ready(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make what is in `.grad` the gradient that the optimizer is to see."""
+        job = self.job
         if job.scaler:
             job.scaler.unscale_(optimizer)
-        moved = job.model.parameters() if state.phases == 1 else parameters_of(optimizer)
+        moved = job.model.parameters() if self.state.phases == 1 else parameters_of(optimizer)
         if job.clip_norm is not None:
             self.grad_norm = torch.nn.utils.clip_grad_norm_(moved, job.clip_norm)
         if job.clip_value is not None:
             torch.nn.utils.clip_grad_value_(moved, job.clip_value)
-        state.rates.set(job.multiplier(state.committed))
-        if job.scaler:
-            job.scaler.step(optimizer)
-            job.scaler.update()
+
+    def _step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.job.scaler:
+            self.job.scaler.step(optimizer)
         else:
             optimizer.step()
-        state.extra_state.apply()
+
+    @torch.no_grad()
+    def prepare(self, world: World, microbatches: Microbatches) -> None:
+        """Before the vote: let all workers have what the holders of an optimizer that is sharded
+        compute. All workers call it. Network, if it is sharded."""
+        if (sharded := self.sharded) is None:
+            return
+        sharded.forget()
+        is_whole = microbatches.is_reduced and self.flat.run()
+        if world.size == 1 or not is_whole or self.is_skipped(self.flat.mean_loss()):
+            return
+        job, step = self.job, self.state.committed
+        sharded.prepare(world, members_of(job.optimizer)[self.state.phase], job.multiplier(step),
+                        job.scaler)
+        microbatches.error = microbatches.error or sharded.error
 
 
 def weights_sha256(state: LiveState) -> str:

@@ -207,6 +207,14 @@ class GoingBack:
             self._end(world, lost, step, max(equal_step, lost.received_step))
         self._withdraw(world, step, equal_step)
 
+    def part_shards(self, world: World) -> None:
+        """End this generation: two holders of a part of the optimizer's state differ, and no
+        majority tells which one is right."""
+        step = self.state.committed
+        if world.rank == 0:
+            self.events.emit("worker.shards_differ", step=step)
+        self._withdraw(world, step, max(step - self.replica.slices, self.restored_step, 0))
+
     def _end(self, world: World, lost: Lost, step: int, equal_step: int) -> NoReturn:
         """End the run because a part of the state was lost, with a checkpoint of a holder's state.
 

@@ -40,6 +40,7 @@ from elastic_trainer.training.failures import (
 )
 from elastic_trainer.training.job.job import Job, Result, describe
 from elastic_trainer.training.microbatches import Microbatches
+from elastic_trainer.training.sharded import place_shards
 from elastic_trainer.training.stages import Begun, Stage
 from elastic_trainer.training.timing import Pace
 from elastic_trainer.training.warm_up import WarmUp
@@ -71,7 +72,7 @@ class Loop:
                                            self.state, driver, launch, events)
         self.going_back = GoingBack(self.work, self.checkpointing, launch, self.stop_request.forget)
         # who is here
-        self.generations = Generations(launch, driver, events, self.hooks())
+        self.generations = Generations(launch, driver, events, hooks_of(self))
         self.world = self.generations.world
         self.account = Account(self.work, launch, plan.every)
         self.after_step = AfterStep(self.work, self.account.steps_due, Evaluations(
@@ -79,18 +80,6 @@ class Loop:
         self.has_joined = False
         """True from this worker's first step on."""
         self._microbatch_s = 0.0  # how long a micro-batch takes on this worker, by the warm-up
-
-    def hooks(self) -> Hooks:
-        checkpointing, microbatches = self.checkpointing, self.job.schedule.microbatches
-        return Hooks(all_parts=self.replica.all_parts, part_from_outliers=lambda held,
-                     among: self.going_back.part(self.world, held, among),
-                     expected_step_s=lambda size: self._microbatch_s * -(-microbatches // size),
-                     write_alone=self._write_while_waiting, published=checkpointing.newest_step,
-                     is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
-                     needs=lambda: self.work.fit.needs,
-                     raise_if_device_failed=partial(raise_if_failed, self.job.device),
-                     owes=lambda: self.after_step.owes(),
-                     attend=lambda: self.after_step.evaluations.attend())
 
     def stages(self, has_begun: bool = True) -> Generator[Stage, None, Result]:
         """Warm up, stand ready, and train in generation after generation. A run that is known to be
@@ -162,8 +151,7 @@ class Loop:
             self.microbatches.raise_if_failed(control.failed_rank, world)
             if control.modes_differ:
                 refuse_differing_modules(state, world)
-            if control.differs:  # this leaves the loop, unless the user allows mixed machines
-                self.generations.settle_difference(step, held, range(world.size))
+            self._settle(control, step, held)  # this may leave the loop
             self.end.judge_loss(step, self.microbatches.losses, world)
             self.end.apply(*control.totals)  # all that outlives the step, together
             self.events.reach("step.applied", step=step)
@@ -200,8 +188,10 @@ class Loop:
         held = self.replica.start(step, is_alone=self.world.size == 1)
         self.microbatches.reduce(self.world)
         self.microbatches.share(partial(self._from_first_microbatch, step), self.world)
+        parts = held()
+        self.end.prepare(self.world, self.microbatches)  # network, if the optimizer is sharded
         self.state.prepare()
-        return held()
+        return parts
 
     def _from_first_microbatch(self, step: int, text: str) -> str:
         """Send the text of the worker that has run the step's first micro-batch to all workers."""
@@ -214,6 +204,7 @@ class Loop:
                                self.state.phase + 1 == self.state.phases)
         return Ballot(
             samples=samples, digest=digest, checksum=checksum(held),
+            shards=self.replica.shards_sum(self.state.committed),
             modes=self.state.modes.checksum() ^ self.state.attributes.checksum(),
             clock_ms=self.after_step.clock_ms(), finishes=self.stop_request.reason is not None,
             checkpoint=checkpoint if is_last else replace(checkpoint, is_wanted=False))
@@ -221,6 +212,13 @@ class Loop:
     def _vote(self, step: int, ballot: Ballot) -> Outcome:
         has_failed = self.microbatches.error is not None
         return self.generations.vote(step, replace(ballot, has_failed=has_failed))
+
+    def _settle(self, control: Outcome, step: int, held: list[Part]) -> None:
+        """Leave the loop if workers hold other bits, unless the user allows mixed machines."""
+        if control.differs:
+            self.generations.settle_difference(step, held, range(self.world.size))
+        if control.shards_differ:
+            self.going_back.part_shards(self.world)
 
     def _note_step(self, step: int, step_s: float, waited_s: float, pace: Pace) -> None:
         self.work.fit.done = max(self.work.fit.done, len(self.microbatches.mine))
@@ -287,8 +285,9 @@ class Loop:
         state, world = self.state, self.world
         # Also the slices that no vote has compared since the last steps.
         held = self.replica.all_parts() if world.size > 1 else []
-        if self.generations.vote(state.committed, Ballot(checksum=checksum(held))).differs:
-            self.generations.settle_difference(state.committed, held, range(world.size))
+        control = self.generations.vote(state.committed, Ballot(
+            checksum=checksum(held), shards=self.replica.shards_sum(None)))
+        self._settle(control, state.committed, held)
         with state.modes.to_copy(is_last=True):
             self.work.require_kept()  # a value of the last step: no step after it finds it
             self.checkpointing.publish_last(world, self._vote_on_checkpoint)
@@ -314,6 +313,21 @@ def proved(work: Work, launch: Launch) -> Work:
     if frozen.carries != "always":
         frozen.prove(own_tensors(work.state))
     return work
+
+
+def hooks_of(loop: Loop) -> Hooks:
+    """Return what the life of generations asks of this loop."""
+    checkpointing, microbatches = loop.checkpointing, loop.job.schedule.microbatches
+    return Hooks(all_parts=loop.replica.all_parts, part_from_outliers=lambda held,
+                 among: loop.going_back.part(loop.world, held, among),
+                 expected_step_s=lambda size: loop._microbatch_s * -(-microbatches // size),
+                 write_alone=loop._write_while_waiting, published=checkpointing.newest_step,
+                 is_moving=checkpointing.is_moving, is_saving=checkpointing.is_saving,
+                 needs=lambda: loop.work.fit.needs,
+                 raise_if_device_failed=partial(raise_if_failed, loop.job.device),
+                 owes=lambda: loop.after_step.owes(),
+                 attend=lambda: loop.after_step.evaluations.attend(),
+                 place_shards=lambda: place_shards(loop.world, loop.state, loop.events))
 
 
 def lacks_memory(loop: Loop, error: BaseException) -> bool:

@@ -59,7 +59,7 @@ class Microbatches:
         """Of this step's micro-batches that this worker has run: the loss, and its samples."""
         self.left = LeftInModules(self.state)
         self.values = BufferValues(self.state.model_buffers, work.job.buffers, work.job.schedule)
-        self._is_reduced = False
+        self.is_reduced = False
         """The sums of the step are those of all workers."""
         self._is_as_begun = False
         """No micro-batch has run since the step began."""
@@ -227,11 +227,11 @@ class Microbatches:
     def reduce(self, world: World) -> None:
         """Wait for the sum of all gradients. If workers train different parameters, all have the
         user's error."""
-        flat, self._is_reduced = self.flat, False
+        flat, self.is_reduced = self.flat, False
         try:
             self.reducer.finish(TracedWorld(world, self.trace))
             self.flat.copy_facts()
-            self._is_reduced = True
+            self.is_reduced = True
         except SetsDiffer:
             trained = [name for name, is_trained in zip(flat.names, flat.trained, strict=True)
                        if is_trained]
@@ -246,7 +246,7 @@ class Microbatches:
         micro-batches in buffers. Network, if there is any: one exchange each."""
         mark = self.flat.mark() if world.size > 1 else self.left.mark
         try:
-            self.left.share(mark if self._is_reduced else NOT_RUN, from_first)
+            self.left.share(mark if self.is_reduced else NOT_RUN, from_first)
         except RuntimeError as error:
             self.error = self.error or error
         self.values.share(world)

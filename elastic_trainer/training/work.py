@@ -21,6 +21,7 @@ from elastic_trainer.reduce.flat import Flat
 from elastic_trainer.reduce.reducer import Reducer
 from elastic_trainer.reduce.ring import RingReducer, Sending
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.shards import Shards
 from elastic_trainer.state.values.forms import CannotKeep
 from elastic_trainer.state.values.names import named_parameters, plain
 from elastic_trainer.training.checks.beside import Beside
@@ -55,6 +56,8 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
         precision=job.precision.name, loader=job.readers.training.seeds_samples,
         **(job.average.settings if job.average else {}), **(job.best.settings if job.best else {}),
         **({CONFIGURATION: dict(job.configuration)} if job.configuration else {}))
+    if job.shard:
+        state.shards = Shards(job.model, job.optimizer, job.buddies)
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a micro-batch needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))
@@ -167,11 +170,13 @@ class Work:
     def leave(self, handed_over: int) -> int | None:
         """Write the live state, and return the descriptor of its memory; None if it is half
         changed. `handed_over`: the phases after which the user's code has run."""
+        if (shards := self.state.shards) and self.state.is_prepared:
+            return None  # the new parameters that others have sent are in no state
         gradients = ({str(kind).removeprefix("torch."): sums
                       for kind, sums in self.flat.sums.items()}
                      if self.state.is_prepared else {})
         facts = {"trained": self.flat.trained, "handed_over": handed_over,
-                 "fit": self.fit.to_dict()}
+                 "fit": self.fit.to_dict(), "held": sorted(shards.held) if shards else []}
         return revive.write_live_state(self.state, gradients, facts)
 
     def take_up(self, memory: int | None) -> int | None:
@@ -181,6 +186,8 @@ class Work:
                   else None)
         if values is None:
             return None
+        if shards := self.state.shards:
+            shards.held = set(values["facts"]["held"])
         self.state.take_up(values["state"], values["in_flight"])
         self.fit = Fit(**values["facts"]["fit"])
         if values["gradients"]:

@@ -136,7 +136,7 @@ class World:
         """Agree that all workers hold the reduced gradient of `step`, and exchange their ballots.
 
         The vote ends on a member only if the gradients of all members were reduced.
-        Network: one allreduce of 22 integers.
+        Network: one allreduce of 23 integers.
         """
         return outcome_of(self, step, ballot)
 

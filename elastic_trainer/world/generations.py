@@ -100,6 +100,8 @@ class Hooks:
     attend: Callable[[], None] = _nothing
     """Called by all members when their user's code has ended, if the code of a member had not: that
     code may have collectives."""
+    place_shards: Callable[[], None] = _nothing
+    """Called by all members when each has the state: what is sharded moves to its new holders."""
     write_alone: Callable[[], None] = _nothing
     """Called repeatedly while this worker waits for a place and should write the state, which only
     memory holds."""
@@ -315,7 +317,6 @@ class Generations:
 
         Yields what `hand_over` yields. Returns where the state came from, and the seconds for which
         the members that have the state (this worker, if no member has it) have not trained.
-
         The transfer comes after `hand_over`: the user's code after a step may change the state, so
         each member that gives a share of the state must have run that code. No member waits for
         another before the transfer, and the transfer begins when all members have returned from the
@@ -338,6 +339,7 @@ class Generations:
             self.hooks.attend()
         if len(found := givers(statuses)) < self.world.size:
             self._transfer.move(state, found, is_late=source == "memory")
+        self.hooks.place_shards()
         self.pauses.enter(survivors)
         return source, paused_s + time.monotonic() - began
 
@@ -359,7 +361,7 @@ class Generations:
         """Bring this worker, if it has the state, to the newest step that a member has finished."""
         ticks, last_vote = newest(statuses)
         step = ticks // state.phases
-        # Rank 0 logs it, also as a newcomer, and once if a member has not learned of its end.
+        # Rank 0 logs it, once, also as a newcomer: a member may not have learned of its end.
         is_logged = state.begun <= ticks and self._redone_step == step
         if self.world.rank == 0 and was_begun(statuses) and not is_logged:
             self._redone_step = step

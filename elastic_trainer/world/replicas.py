@@ -48,7 +48,7 @@ from __future__ import annotations
 import bisect
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -140,6 +140,21 @@ class Replica:
 
     def _held(self, index: int, slices: int) -> list[Held]:
         found: list[Held] = [("numbers", self._numbers(), 0, 0, 1)]
+        for name, parameter, low, high in self._parameters_of(index, slices):
+            found.append((name, parameter, low, high, parameter.numel()))
+            if self.state.shards is None:
+                found += self._kept(name, parameter, low, high)
+        found += self._attributes_held(index, slices)
+        # A forward pass of this step has changed the others.
+        buffers = self.state.model_buffers.before or self.state.buffers
+        names = sorted(buffers)
+        for name in names[len(names) * index // slices : len(names) * (index + 1) // slices]:
+            found.append((name, buffers[name], 0, 1, 1))
+        return found
+
+    def _parameters_of(self, index: int,
+                       slices: int) -> Iterator[tuple[str, torch.nn.Parameter, int, int]]:
+        """Yield the parameters of a slice, with their first element in it and the end."""
         total = self._ends[-1] if self._ends else 0
         start, stop = total * index // slices, total * (index + 1) // slices
         for number in range(bisect.bisect_right(self._ends, start), len(self.names)):
@@ -152,18 +167,32 @@ class Replica:
             # An element belongs to the slice in which it starts.
             low, high = (min(parameter.numel(), max(0, -(-(edge - at) // size)))
                          for edge in (start, stop))
-            found.append((name, parameter, low, high, parameter.numel()))
-            kept = self.state.optimizer.state.get(parameter, {})
-            kept = kept if isinstance(kept, dict) else {"": kept}
-            for key in sorted(kept, key=str):
-                found.append((f"{name}/{key}", kept[key], low, high, parameter.numel()))
-        found += self._attributes_held(index, slices)
-        # A forward pass of this step has changed the others.
-        buffers = self.state.model_buffers.before or self.state.buffers
-        names = sorted(buffers)
-        for name in names[len(names) * index // slices : len(names) * (index + 1) // slices]:
-            found.append((name, buffers[name], 0, 1, 1))
-        return found
+            yield name, parameter, low, high
+
+    def _kept(self, name: str, parameter: torch.Tensor, low: int, high: int) -> list[Held]:
+        """Return what the optimizer keeps of a part of a parameter."""
+        kept = self.state.optimizer.state.get(parameter, {})
+        kept = kept if isinstance(kept, dict) else {"": kept}
+        return [(f"{name}/{key}", kept[key], low, high, parameter.numel())
+                for key in sorted(kept, key=str)]
+
+    def shards_sum(self, step: int | None) -> int:
+        """Return what this worker adds to a sum over all workers that is 0 if all holders of each
+        part of a sharded optimizer's state hold the same bits in a step's slice (None: in all).
+
+        The owner adds its checksum once for each buddy, and each buddy takes its own away.
+        """
+        if (shards := self.state.shards) is None:
+            return 0
+        index, slices = (0, 1) if step is None else (step % self.slices, self.slices)
+        held, weights = list[Held](), list[int]()
+        for name, parameter, low, high in self._parameters_of(index, slices):
+            if weight := shards.weight(name):
+                more = self._kept(name, parameter, low, high)
+                held, weights = held + more, weights + [weight] * len(more)
+        parts = Copied(held).parts(held)
+        return bool(shards.mismatch) + sum(
+            weight * value for weight, (_, value) in zip(weights, parts, strict=True))
 
     def _attributes_held(self, index: int, slices: int) -> list[Held]:
         """Return what the optimizer keeps in its attributes: all numbers, and the

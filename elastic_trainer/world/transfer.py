@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -68,7 +69,9 @@ class Transfer:
         givers = givers[:1] if self._gives_alone else givers
         is_giver, is_taker = world.rank in givers, world.rank in takers
         absent = self._agree_on_frozen(state, takers) if state.frozen.is_shared else {}
-        packed = state.packed(absent=absent) if is_giver else None
+        # What is sharded goes from holder to holder (shard_moves.py).
+        entries: dict[str, Any] | None = {} if state.shards else None
+        packed = state.packed(absent=absent, entries=entries) if is_giver else None
         header_bytes, payload_bytes = self._agree(packed, givers, state.committed)
         self._events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)
         # Numbers in the headers may differ, so all of the header is one giver's.
@@ -80,6 +83,8 @@ class Transfer:
         for low, piece in self._deal(packed, payload_bytes, givers, takers, "payload"):
             fill_range(room, low, piece)
         if is_taker:
+            if state.shards:
+                state.shards.held = set()  # of values that were withdrawn
             state.load(unpack(room))
             state.received = state.ticks if is_late and state.ticks else -1
             self._events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,

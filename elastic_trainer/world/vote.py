@@ -1,6 +1,6 @@
 """The vote: each worker's ballot at the end of a step, and the outcome that all workers know.
 
-one Ballot a worker → 22 integers → their sums over all workers → the same Outcome everywhere
+one Ballot a worker → 23 integers → their sums over all workers → the same Outcome everywhere
 
 What always holds:
 1. If a vote passes on one member, all members hold the reduced gradient. So each can apply the step
@@ -67,6 +67,9 @@ class Ballot:
     """The user's code has asked to finish the run after this step."""
     checksum: int = 0
     """The checksum of a slice of its state (replicas.py)."""
+    shards: int = 0
+    """What this worker adds to a sum that is 0 if all holders of each part of a sharded optimizer's
+    state hold the same bits (replicas.py)."""
     modes: int = 0
     """The checksum of the modes (train or eval) with which the step began."""
     checkpoint: CheckpointBallot = CheckpointBallot()
@@ -82,7 +85,7 @@ class Ballot:
         return [1, self.samples, self.digest, changes_now, wants.stop, self.has_failed,
                 mine.is_uploaded, mine.has_failed, mine.is_wanted, known,
                 wants.drains, wants.change, self.clock_ms if rank == 0 else 0,
-                self.finishes, *summands(self.checksum), *summands(self.modes)]
+                self.finishes, self.shards, *summands(self.checksum), *summands(self.modes)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,9 @@ class Outcome:
     differs: bool
     """The workers do not all hold the same bits in the slice of the state that was compared: no
     worker applies the step."""
+    shards_differ: bool = False
+    """Two holders of a part of a sharded optimizer's state hold different bits: no worker applies
+    the step."""
     modes_differ: bool = False
     """The workers did not all begin the step with the same modes: no worker applies the step."""
     clock_ms: int = 0
@@ -131,19 +137,19 @@ class Outcome:
     def decode(sums: Sequence[int], size: int, failed_rank: int = -1) -> Outcome:
         """Read the sums of all ballots of a world of `size` workers."""
         (voters, samples, digest, change, stop, failed, uploaded, upload_failed, checkpoint,
-         known, drains, change_soon, clock_ms, finishes, *checksums) = sums
+         known, drains, change_soon, clock_ms, finishes, shards, *checksums) = sums
         return Outcome(
             voters=voters, samples=samples, digest=digest, change=change + stop > 0,
             stop=stop == size, has_failure=failed > 0, uploaded=uploaded,
             upload_failed=upload_failed > 0, checkpoint=checkpoint > 0, published=known - 1,
             all_drain=drains == size, change_waits=change_soon > 0,
             clock_ms=clock_ms, finishes=finishes,
-            differs=not are_same(checksums[:4], size),
+            shards_differ=shards != 0, differs=not are_same(checksums[:4], size),
             modes_differ=not are_same(checksums[4:], size), failed_rank=failed_rank)
 
 
 def outcome_of(world: Peers, step: int, ballot: Ballot) -> Outcome:
-    """Vote; all workers call it. Network: one allreduce of 22 integers."""
+    """Vote; all workers call it. Network: one allreduce of 23 integers."""
     sums = ballot.encode(world.rank)
     if world.size > 1:
         sent = torch.tensor(sums, dtype=torch.int64)

@@ -10,7 +10,8 @@ run_checkpoints.py holds these together; store.py and s3.py keep the objects. Wh
 1. A checkpoint exists when its record is in the commit log. The record is put there after all of
    the checkpoint's parts are durable.
 2. Parts are cut from the payload every `part_bytes`, for every size of the world. Worker r of n
-   owns parts r, r+n, …, so all workers together hold each part once.
+   owns parts r, r+n, …, so all workers together hold each part once. Of an optimizer that is
+   sharded, each owner has the parts with its bytes (`cuts_of`).
 3. The name of a part holds its lineage, its step and the SHA-256 of its bytes. So no other bytes
    ever get the same name.
 4. Nothing in a record is used before it was checked: number, lengths and names of the parts. Such
@@ -22,8 +23,10 @@ from __future__ import annotations
 import hashlib
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -31,7 +34,7 @@ from elastic_trainer.state.checkpoints.cadence import Cadence
 from elastic_trainer.state.checkpoints.commit_log import WHY_CHARACTERS, CommitLog, Damaged, Record
 from elastic_trainer.state.device_copies import Copying
 from elastic_trainer.state.stores.store import PUT_BYTES, is_name
-from elastic_trainer.state.values.layout import MACHINE_BYTES
+from elastic_trainer.state.values.layout import MACHINE_BYTES, Packed
 
 PART_BYTES = 16 << 20
 CONNECTIONS = 4
@@ -80,6 +83,8 @@ class Peers(Protocol):
 
     rank: int
     size: int
+    hosts: tuple[int, ...]
+    """The number of each rank's host."""
 
     def share_text(self, text: str, root: int) -> str: ...
     def gather_texts(self, text: str) -> list[str]: ...
@@ -101,6 +106,8 @@ class Part:
     name: str
     bytes: int
     sha256: str
+    start: int = 0
+    """Its first byte in the payload."""
 
 
 @dataclass
@@ -120,6 +127,8 @@ class Share:
     """The parts of all workers together."""
     pieces: dict[int, torch.Tensor] = field(default_factory=dict)
     """Part number → its bytes, in the memory that is used again."""
+    starts: dict[int, int] = field(default_factory=dict)
+    """Part number → its first byte in the payload."""
     copying: Copying = field(default_factory=Copying)
     """What a device may still copy into `pieces`."""
     pause_s: float = 0.0
@@ -150,6 +159,29 @@ class Share:
         return not self.left()
 
 
+class Cut(NamedTuple):
+    """Where a part begins and ends in the payload, and the rank that has it; None: any has."""
+
+    start: int
+    stop: int
+    owner: int | None
+
+
+def cuts_of(packed: Packed, part_bytes: int,
+            owner_at: Callable[[str], int | None] = lambda place: None) -> list[Cut]:
+    """Cut a payload into parts. `owner_at` returns the rank that has a tensor's bytes, by its
+    place; a part has the bytes of one rank alone."""
+    cuts, start = list[Cut](), 0
+    owners = [owner_at(place) for place in packed.places] or [None] * len(packed.tensors)
+    for owner, run in groupby(zip(owners, packed.starts[1:], strict=False),
+                              key=lambda pair: pair[0]):
+        stop = list(run)[-1][1]
+        cuts += [Cut(low, min(low + part_bytes, stop), owner)
+                 for low in range(start, stop, part_bytes)]
+        start = stop
+    return cuts
+
+
 def folder_of(lineage: int, step: int) -> str:
     """Return the folder of the parts that are first written for a step of a lineage."""
     return f"{PARTS}/{lineage:012d}-{step:012d}"
@@ -169,7 +201,7 @@ def age_of(name: str) -> tuple[int, int]:
 def parts_of(record: Record) -> list[Part]:
     """Return the parts that a record names, checked. Raises Damaged.
 
-    The number of parts is calculated: a record of 300 bytes could speak of 10^12 parts.
+    Each part has an entry: a record of 300 bytes could speak of 10^12 parts.
     """
     body = record.body
     entries, total, part_bytes = (body.get(key) for key in ("parts", "bytes", "part_bytes"))
@@ -177,14 +209,19 @@ def parts_of(record: Record) -> list[Part]:
         if not (type(total) is int and type(part_bytes) is int
                 and total >= 0 and 1 <= part_bytes <= PUT_BYTES):
             raise ValueError(f"{total!r} bytes in parts of {part_bytes!r}")
-        if not isinstance(entries, list) or len(entries) != -(-total // part_bytes):
-            raise ValueError("their number")
-        parts = [Part(index, str(e["name"]), min(part_bytes, total - index * part_bytes),
-                      str(e["sha256"])) for index, e in enumerate(entries)]
-        for part, e in zip(parts, entries, strict=True):
-            is_its = (e["index"], e["bytes"]) == (part.index, part.bytes)
-            if not is_its or not PART_NAME.fullmatch(part.name):
-                raise ValueError(f"part {part.index}")
+        if not isinstance(entries, list):
+            raise ValueError("no list")
+        parts, start = list[Part](), 0
+        for index, e in enumerate(entries):
+            part = Part(index, str(e["name"]), e["bytes"], str(e["sha256"]), start)
+            is_its = (e["index"], e.get("start", start)) == (index, start)
+            if not (is_its and type(part.bytes) is int and 1 <= part.bytes <= part_bytes
+                    and PART_NAME.fullmatch(part.name)):
+                raise ValueError(f"part {index}")
+            parts.append(part)
+            start += part.bytes
+        if start != total:
+            raise ValueError(f"they have {start} of {total} bytes")
     except (ValueError, KeyError, TypeError) as error:
         why = f"record {record.sequence} names parts that do not fit together: {error}"
         raise Damaged(why[:WHY_CHARACTERS]) from error
@@ -206,12 +243,12 @@ def empty_payload(record: Record) -> tuple[list[Part], torch.Tensor, dict[int, t
 
     Raises Damaged.
     """
-    parts, part_bytes = parts_of(record), int(record.body["part_bytes"])
+    parts = parts_of(record)
     if (total := sum(part.bytes for part in parts)) > MACHINE_BYTES:
         raise Damaged(f"record {record.sequence} speaks of {total} bytes, and this machine has "
                       f"{MACHINE_BYTES}")
     payload = torch.empty(total, dtype=torch.uint8)
-    places = {part.index: payload[part.index * part_bytes :][: part.bytes] for part in parts}
+    places = {part.index: payload[part.start :][: part.bytes] for part in parts}
     return parts, payload, places
 
 

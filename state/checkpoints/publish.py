@@ -252,7 +252,7 @@ class Publisher:
 
     def _body(self, share: Share) -> dict[str, Any]:
         part_bytes = self.plan.part_bytes
-        entries = [asdict(part) | {"start": part.index * part_bytes} for part in share.all_parts]
+        entries = [asdict(part) for part in share.all_parts]
         return {"header": share.header.decode(),
                 "header_sha256": hashlib.sha256(share.header).hexdigest(),
                 "bytes": share.total_bytes, "part_bytes": part_bytes, "parts": entries,

@@ -274,7 +274,7 @@ def read_together(store: Store, parts: list[Part], room: Packed,
     LayoutError on all workers if one has read a damaged part; StoreUnavailable on all workers if
     what was handed on is not the same everywhere.
     """
-    part_bytes = parts[0].bytes if parts else 0  # all but the last are as long
+    part_bytes = max((part.bytes for part in parts), default=0)
     handed, checksum = _buffers(part_bytes, len(parts)), 0
     mine = parts[peers.rank :: peers.size]
     with ThreadPoolExecutor(CONNECTIONS, "reader") as readers:
@@ -283,7 +283,7 @@ def read_together(store: Store, parts: list[Part], room: Packed,
             ahead.fill()
             group = parts[first : first + CONNECTIONS]
             for part, piece in zip(group, _handed_on(group, ahead, handed, peers), strict=True):
-                fill_range(room, part.index * part_bytes, piece)
+                fill_range(room, part.start, piece)
                 checksum = _checksum(piece, checksum) if peers.size > 1 else 0
     _agree(ahead.damage, peers)
     if len(set(peers.gather_texts(str(checksum)))) > 1:

@@ -94,15 +94,23 @@ class Checkpoints:
         mine = frozen.kept(own_tensors(state), peers.rank, peers.size)
         return frozen.kept_by_all(peers.gather_texts(json.dumps(mine)))
 
+    def agree(self, state: LiveState, peers: Peers) -> dict[str, Any]:
+        """Return what all workers have to know before the next checkpoint: the frozen content that
+        it leaves out, and the entries of an optimizer that is sharded. All call this together."""
+        return {"absent": self.leave_out(state, peers),
+                "entries": state.shards.everyone(peers) if state.shards else None}
+
     def compare_tensors(self, state: LiveState, peers: Peers,
-                        absent: Mapping[str, str] | None = None) -> None:
+                        absent: Mapping[str, str] | None = None,
+                        entries: Mapping[str, Any] | None = None) -> None:
         """Find out whether the workers that packed other tensors for the last checkpoint still do.
 
         All workers call this together. No bytes are sent that no record will name.
         """
         if not self.are_mixed:
             return
-        digests = peers.gather_texts(tensors_digest(state.packed(absent=absent).header))
+        packed = state.packed(absent=absent, entries=entries)
+        digests = peers.gather_texts(tensors_digest(packed.header))
         wrong = differing(dict(enumerate(digests)))
         self.are_mixed = bool(wrong)
         if wrong:
@@ -110,9 +118,12 @@ class Checkpoints:
             self.emit("state.checkpoint_failed", step=state.committed, error=wrong)
 
     def begin(self, state: LiveState, rank: int, size: int, *, is_alone: bool = False,
-              absent: Mapping[str, str] | None = None) -> None:
+              absent: Mapping[str, str] | None = None,
+              entries: Mapping[str, Any] | None = None) -> None:
         """Copy my share of the state (the only pause), and upload it beside the training.
         `absent`: the frozen content that all workers leave out.
+
+        `entries` are those of an optimizer that is sharded, as all workers know them.
 
         Raises what the user's state_dict raises, and CannotKeep, unless this worker `is_alone`:
         then nobody could do anything about it.
@@ -129,7 +140,7 @@ class Checkpoints:
             if is_alone:
                 absent = state.frozen.kept(own_tensors(state))
             with no_search_for_cycles():
-                packed = state.packed(absent=absent)
+                packed = state.packed(absent=absent, entries=entries)
         except Exception as error:
             share.error = f"{type(error).__name__}: {error}"
             if not is_alone and not isinstance(error, MemoryError):
@@ -139,7 +150,8 @@ class Checkpoints:
             if self.upload.is_busy():
                 raise StoreUnavailable("the upload before it still holds the memory")
             with no_search_for_cycles():
-                self.memory.copy(packed, share, rank, size)
+                self.memory.copy(packed, share, rank, size,
+                                 *([state.shards.owner_at] if entries and state.shards else []))
             state.copying = share.copying
             self._emit_not_pinned()
             share.facts, share.moved = state.facts(), time.monotonic()

@@ -28,7 +28,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from operator import attrgetter
@@ -41,9 +41,11 @@ from elastic_trainer.state.checkpoints.checkpoint import (
     CONNECTIONS,
     STALLED_S,
     UPLOAD_S,
+    Cut,
     Emit,
     Part,
     Share,
+    cuts_of,
     name_of,
 )
 from elastic_trainer.state.device_copies import (
@@ -98,23 +100,30 @@ class SnapshotMemory:
         count = -(-total // self.part_bytes)
         return min(total, -(-count // size) * self.part_bytes)
 
-    def copy(self, packed: Packed, share: Share, rank: int, size: int) -> None:
+    def copy(self, packed: Packed, share: Share, rank: int, size: int,
+             owner_at: Callable[[str], int | None] = lambda place: None) -> None:
         """Copy my share of the state after a step. Raises MemoryError, RuntimeError.
+
+        `owner_at` returns the rank that has the bytes of a tensor; None: all ranks have.
 
         A device may still copy parameters and optimizer when this returns (`share.copying`).
         """
-        total = packed.payload_bytes
-        cuts = range(0, total, self.part_bytes)
+        cuts = cuts_of(packed, self.part_bytes, owner_at)
         share.header, share.total_bytes, share.count = (
-            packed.header, total, len(cuts))
+            packed.header, packed.payload_bytes, len(cuts))
+        mine = [(index, cut) for index, cut in enumerate(cuts)
+                if (index % size if cut.owner is None else cut.owner) == rank]
         devices = devices_of(packed.tensors)
-        self._make_room(self.share_bytes(total, size), bool(devices))
-        mine = list(enumerate(cuts))[rank::size]
-        for (index, start), room in zip(mine, self.room.pieces, strict=False):
-            share.pieces[index] = room[: min(self.part_bytes, total - start)]
+        places, need = placed([cut for _, cut in mine], self.part_bytes)
+        if all(cut.owner is None for cut in cuts):  # then the share has the most that one can have
+            need = self.share_bytes(packed.payload_bytes, size)
+        self._make_room(need, bool(devices))
+        for (index, cut), (piece, at) in zip(mine, places, strict=True):
+            share.pieces[index] = self.room.pieces[piece][at : at + cut.stop - cut.start]
+            share.starts[index] = cut.start
         share.parts = len(share.pieces)
 
-        first, last = self._targets_of(packed, share.pieces)
+        first, last = self._targets_of(packed, share)
         if not devices:
             first.start(packed.tensors)
             last.start(packed.tensors)
@@ -123,18 +132,18 @@ class SnapshotMemory:
         share.copying = self._streams.copy(packed.tensors, last)
         share.copying.targets += before.targets
 
-    def _targets_of(self, packed: Packed, pieces: Mapping[int, torch.Tensor]) -> list[Targets]:
+    def _targets_of(self, packed: Packed, share: Share) -> list[Targets]:
         """Return where tensors belong: those that are copied first, and the others.
 
         A forward pass may change buffers, and the user's code what it has registered: these are
         copied first, and what the devices are given next comes after that.
         """
         tensors = packed.tensors
-        layout = [list(pieces), packed.places, *([*map(fact, tensors)] for fact in LAYOUT)]
+        layout = [share.starts, packed.places, *([*map(fact, tensors)] for fact in LAYOUT)]
         if not self._targets or layout != self._layout:
             stay = changed_in_apply(packed.places)
             others = set(range(len(tensors))) - stay
-            starts = {index * self.part_bytes: piece for index, piece in pieces.items()}
+            starts = {share.starts[index]: piece for index, piece in share.pieces.items()}
             self._targets = [Targets(packed, starts, numbers, self._small_memory)
                              for numbers in (others, stay)]
             self._layout = layout
@@ -167,11 +176,24 @@ class SnapshotMemory:
         return made
 
 
+def placed(cuts: Sequence[Cut], piece_bytes: int) -> tuple[list[tuple[int, int]], int]:
+    """Return where each part lies, in memory of pieces of a length, and the bytes of all pieces."""
+    places, piece, used = list[tuple[int, int]](), 0, 0
+    for cut in cuts:
+        if used + cut.stop - cut.start > piece_bytes:
+            piece, used = piece + 1, 0
+        places.append((piece, used))
+        used += -(-(cut.stop - cut.start) // ALIGNED) * ALIGNED
+    return places, piece * piece_bytes + min(used, piece_bytes)
+
+
 def _fits(room: HostMemory, need: int) -> bool:
     """Return whether room is enough, and is not that of a checkpoint that a worker made alone."""
     return need <= room.bytes <= 2 * need
 
 
+ALIGNED = 64
+"""Parts that share a piece of memory begin at a multiple of this number of bytes."""
 LAYOUT = (attrgetter("dtype"), attrgetter("shape"), attrgetter("device"),
           torch.Tensor.is_contiguous)
 """What of a tensor decides where its bytes belong, and how they are copied."""
@@ -304,10 +326,12 @@ class Upload:
         piece = share.pieces[index].numpy().data
         digest = hashlib.sha256(piece).hexdigest()
         part = base.get(index)
-        is_known = part is not None and (part.sha256, part.bytes) == (digest, len(piece))
+        start = share.starts[index]
+        is_known = part is not None and (part.sha256, part.bytes, part.start) == (
+            digest, len(piece), start)
         if part is None or not is_known:
             name = name_of(share.lineage, share.step, index, digest)
-            part = Part(index, name, len(piece), digest)
+            part = Part(index, name, len(piece), digest, start)
             self.store.put(name, piece)  # network or disk
         share.moved = time.monotonic()
         share.done.append(part)

@@ -45,8 +45,7 @@ from elastic_trainer.state.values.forms import (
 )
 
 FORMAT = 1
-DEEPEST = 100
-"""The most containers in one another. Each has up to 3 levels of JSON; Python parses about 1000."""
+DEEPEST = 100  # containers in one another, each of up to 3 levels of JSON; Python parses about 1000
 MACHINE_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """This machine's memory. A header that describes more is refused."""
 DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
@@ -79,14 +78,15 @@ class Packed:
         return self.starts[-1]
 
 
-def pack(values: Any, classes: dict[str, type] | None = None, *, learns: bool = False) -> Packed:
+def pack(values: Any, classes: dict[str, type] | None = None, *, learns: bool = False,
+         lacks: bool = False) -> Packed:
     """Take a tree of values apart (forms.py has their types). Large tensors are not copied.
 
-    `classes` are those of the named tuples and enumerations that this process knows by name; with
-    `learns` all that the tree has are added. Raises CannotKeep, with the place in the tree, for
-    other values, for a tree that is deeper than DEEPEST, and for one that contains itself.
+    `classes`: the named tuples and enumerations that this process knows by name; with `learns` all
+    that the tree has are added. `lacks`: another worker has the bytes of tensors on "meta". Raises
+    CannotKeep, with the place, for other values, a tree deeper than DEEPEST or within itself.
     """
-    writer = _Writer({} if classes is None else classes, learns)
+    writer = _Writer({} if classes is None else classes, learns, lacks)
     described = writer.describe(values, "")
     shapes = ", ".join([f'{{"dtype": "{str(t.dtype)[6:]}", "shape": {list(t.shape)}}}'
                         for t in writer.tensors])  # json.dumps takes twice as long
@@ -102,10 +102,10 @@ class Bare(dict[str, torch.Tensor]):
 class _Writer:
     """Describes one tree as JSON values."""
 
-    def __init__(self, classes: dict[str, type], learns: bool):
+    def __init__(self, classes: dict[str, type], learns: bool, lacks: bool):
         self.tensors: list[torch.Tensor] = []
         self.places: list[str] = []
-        self._classes, self._learns = classes, learns
+        self._classes, self._learns, self._lacks = classes, learns, lacks
         self._numbers: dict[int, int] = {}
         """By id: the numbers of the parts that may be changed, in the order of their ends."""
         self._parts: list[Any] = []
@@ -161,7 +161,7 @@ class _Writer:
         return {"$is": form.kind, "of": main, "with": self.describe(form.more, where, depth)}
 
     def _tensor(self, value: torch.Tensor, where: str, depth: int) -> Any:
-        if why := tensor_refusal(value):
+        if (why := tensor_refusal(value)) and not (value.is_meta and self._lacks):
             raise CannotKeep(f"{where[1:]} holds {why}")
         form = tensor_form(value)
         return self._form(form, where, depth) if form else self._bytes_of(value, where)
@@ -249,9 +249,10 @@ def byte_ranges(packed: Packed, start: int, stop: int) -> Iterator[torch.Tensor]
 
 
 def fill_range(packed: Packed, start: int, piece: torch.Tensor) -> None:
-    """Copy bytes (uint8) into the payload, from its byte `start` on, in `LiveState.room`."""
+    """Copy bytes (uint8) into the payload, from its byte `start` on, where it has memory."""
     for number, inside, among in overlaps(packed, start, start + piece.numel()):
-        packed.tensors[number].view(-1).view(torch.uint8)[inside] = piece[among]
+        if not packed.tensors[number].is_meta:
+            packed.tensors[number].view(-1).view(torch.uint8)[inside] = piece[among]
 
 
 def outline(header: bytes) -> Packed:

@@ -258,6 +258,15 @@ class OptimizerValues:
                 if name in entries:
                     kept[parameters[name]] = _moved(entries[name], parameters[name], moves_step)
 
+    def take(self, entries: Mapping[str, Any]) -> None:
+        """Take over the state of some parameters, by name. Those of the others stay."""
+        parameters = named_parameters(self._model)
+        places = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        for name, entry in entries.items():
+            group = places[id(parameters[name])]
+            moves_step = bool(group.get("fused") or group.get("capturable"))
+            self._optimizer.state[parameters[name]] = _moved(entry, parameters[name], moves_step)
+
 
 def _require_keys(kept: Mapping[Any, Any], names: Mapping[int, str]) -> None:
     """Raise CannotKeep for an entry of the state that no other process would find again."""

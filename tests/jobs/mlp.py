@@ -72,6 +72,9 @@ parser.add_argument("--evaluate-on", help="on this host only")
 parser.add_argument("--fits", type=int, default=1 << 20,
                     help="the worker has memory for this many micro-batches of a step (with "
                     "--iterator)")
+parser.add_argument("--until", type=int, help="end after this many of the steps")
+parser.add_argument("--shard", help="what is sharded over the workers")
+parser.add_argument("--buddies", type=int, default=1)
 options = parser.parse_args()
 if injector:
     injector.linger_at_the_end(options.steps, options.step_s)
@@ -196,8 +199,10 @@ loader = None if options.loader is None else Loader(workers=options.loader, time
 held_out = dataset()
 given = {"global_batch": 64, "microbatches": 8, "seed": 3, "clip_norm": 1.0,
          "checkpoint_every": options.checkpoint_every, "part_bytes": options.part_bytes,
+         "shard": options.shard, "buddies": options.buddies,
          "loader": loader, "reduce": options.reduce, "bucket_bytes": options.bucket_bytes,
          "listeners": injected.listeners, "carry_frozen": options.carry_frozen}
+until = f"{options.until or options.steps} steps"
 rate = cosine(warmup_steps=5, total_steps=options.steps)
 def is_here_and_now(place: str | None, step: int) -> bool:
     """True on the host, or in the slot, and in the step of a text like "127.0.0.3:12", "slot
@@ -211,8 +216,7 @@ if options.iterator:
     optimizers = {"first": torch.optim.AdamW(model[:4].parameters(), lr=1e-3),
                   "second": torch.optim.AdamW(model[4:].parameters(), lr=1e-3)}
     trainer = Trainer(model, optimizers if options.phases else optimizer, dataset(),
-                      until=f"{options.steps} steps", lr=rate, ema=0.9 if options.ema else None,
-                      **given)
+                      until=until, lr=rate, ema=0.9 if options.ema else None, **given)
     for step in trainer:
         for phase in optimizers if options.phases else [""]:
             for batch in step.phase(phase):
@@ -244,8 +248,7 @@ if options.iterator:
     else:
         result = trainer.result
 else:
-    result = train(model, optimizer, dataset(), until=f"{options.steps} steps", loss=loss,
-                   lr=rate, **given)
+    result = train(model, optimizer, dataset(), until=until, loss=loss, lr=rate, **given)
 if result:
     print("loss", result.loss)
     print("weights", result.weights_sha256)

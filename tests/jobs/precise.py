@@ -22,6 +22,7 @@ parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--step-s", type=float, default=0.0, help="until there is a file named hurry")
 parser.add_argument("--precision", default="bf16")
 parser.add_argument("--compress", default=False)
+parser.add_argument("--shard")
 options = parser.parse_args()
 if injector:
     injector.linger_at_the_end(options.steps, options.step_s)
@@ -72,7 +73,7 @@ scaler = (torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=8)
           if options.precision == "fp16" else None)
 trainer = Trainer(model, torch.optim.AdamW(model.parameters(), lr=1e-3), Samples(),
                   global_batch=64, microbatches=8, until=f"{options.steps} steps", seed=3,
-                  clip_norm=1.0, scaler=scaler, precision=options.precision,
+                  clip_norm=1.0, shard=options.shard, scaler=scaler, precision=options.precision,
                   compress=options.compress, predivide=8.0 if options.compress
                   else 1.0, bucket_bytes=1 << 16 if options.compress else None,
                   checkpoint_every=20, listeners=injected.listeners)

@@ -55,6 +55,7 @@ from elastic_trainer.training.job.settings import (
     remarks_on_last_batch,
     remarks_on_launcher,
 )
+from elastic_trainer.training.job.shardable import shard_refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,9 @@ class Job:
     """The values of the run's configuration by full keys; empty: it has none."""
     remarks: tuple[Remark, ...] = ()
     """Remarks for a person, logged at the start of each attempt."""
+    shard: str | None = None
+    """What is sharded over the workers; None: nothing."""
+    buddies: int = 1
     built: dict[str, dict[str, str]] = field(default_factory=dict)
     """The model as the script has built it (proving.py)."""
 
@@ -147,6 +151,7 @@ def checked(model: torch.nn.Module,
     """Return the job that the options describe. Raises ConfigError."""
     optimizer = as_one(given) if isinstance(given, Mapping) else given
     device = require_model(model, optimizer)
+    require_shardable(optimizer, options["shard"])
     require_objects(options)
     min_samples = options["min_microbatch_samples"]
     if min_samples is None:
@@ -185,6 +190,8 @@ def checked(model: torch.nn.Module,
         average=average,
         best=best,
         logs=bool(options["loggers"]),
+        shard=options["shard"],
+        buddies=options["buddies"],
         rules=options["buffers"] or {},
         state=extras_with({"swa" if options["swa"] else "ema": average, "best": best},
                            options["state"]),
@@ -227,6 +234,14 @@ def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
         if why := refusal(model, one):
             raise ConfigError(why)
     return trained[0].device
+
+
+def require_shardable(optimizer: torch.optim.Optimizer, shard: str | None) -> None:
+    """Raise ConfigError if the optimizer's state is to be sharded and cannot be."""
+    for one in members_of(optimizer) if shard else ():
+        if why := shard_refusal(one):
+            raise ConfigError(f"shard={shard!r}: {why}. Leave shard out, or use an optimizer that "
+                              f"treats each parameter by itself, as torch.optim.AdamW does.")
 
 
 def require_objects(options: Options) -> None:

@@ -1,0 +1,149 @@
+"""What this worker holds of the optimizer's state, where it is sharded (option `shard`).
+
+holders of each block (holders.py) → here: which entries are kept → transfer (none of them),
+shard_moves.py (what another worker needs), checkpoint (each owner's part), restore (what is held)
+
+What always holds:
+1. An entry is the state of a whole parameter. So its owner computes the same bits as a worker that
+   holds all, and a checkpoint has the same layout as one of a run that is not sharded.
+2. `held` are the blocks of which this worker has all entries. It drops an entry only after all
+   that need it have received it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from elastic_trainer.state.holders import Holders, blocks_of, holders_of
+from elastic_trainer.state.values.layout import LayoutError, outline, pack, unpack
+from elastic_trainer.state.values.names import named_parameters
+
+STATE = "optimizer/state/"
+
+
+class Peers(Protocol):
+    rank: int
+    size: int
+
+    def gather_texts(self, text: str) -> list[str]: ...
+
+
+class Shards:
+    """The entries of the optimizer's state, in blocks of neighbouring parameters."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                 buddies: int):
+        names = {id(p): name for name, p in named_parameters(model).items()}
+        self._optimizer, self.copies = optimizer, buddies + 1
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        """In the order in which a checkpoint has their entries."""
+        self.names = [names[id(p)] for p in self.parameters]
+        self.blocks = blocks_of([p.numel() for p in self.parameters])
+        self.sizes = [sum(self.parameters[number].numel() for number in block)
+                      for block in self.blocks]
+        """The elements of each block."""
+        self.block_of = {self.names[number]: place for place, block in enumerate(self.blocks)
+                         for number in block}
+        self.held: set[int] = set()
+        self.holders: Holders = [(0,)] * len(self.blocks)
+        """The ranks of this generation that hold each block; the first one owns it."""
+        self.mine, self.owned = set[int](), set[int]()
+        """The blocks that this worker is to hold in this generation, and those of them it owns."""
+        self.mismatch = ""
+        """A parameter for which this worker has computed other bits than its owner."""
+
+    def place(self, rank: int, hosts: Sequence[int], held: Sequence[Collection[int]]) -> None:
+        """Choose the holders for a generation. `held` are the blocks that each rank holds."""
+        self.holders = holders_of(self.sizes, hosts, held, self.copies)
+        self.mine = {block for block, ranks in enumerate(self.holders) if rank in ranks}
+        self.owned = {block for block, ranks in enumerate(self.holders) if rank == ranks[0]}
+
+    def begin(self, rank: int, hosts: Sequence[int]) -> None:
+        """Begin where no rank holds anything: each is to restore what it will hold."""
+        self.place(rank, hosts, [set()] * len(hosts))
+        self.held, self.mismatch = set(self.mine), ""
+
+    def hold_as_built(self, rank: int) -> None:
+        """Begin without a checkpoint: the values are those that rank 0 was built with."""
+        self.held = set(range(len(self.blocks))) if rank == 0 else set()
+
+    @property
+    def is_whole(self) -> bool:
+        """True if this worker holds all entries."""
+        return len(self.held) == len(self.blocks)
+
+    def owner(self, name: str) -> int:
+        """Return the rank that owns the entry of a parameter."""
+        return self.holders[self.block_of[name]][0]
+
+    def weight(self, name: str) -> int:
+        """Return by what this worker multiplies its checksum of an entry: over all holders of the
+        entry these numbers add up to 0."""
+        block = self.block_of.get(name)
+        if block is None or block not in self.mine:
+            return 0
+        return len(self.holders[block]) - 1 if block in self.owned else -1
+
+    def holds(self, name: str) -> bool:
+        return self.block_of[name] in self.held
+
+    def of(self, block: int) -> list[tuple[str, Any]]:
+        """Return names and parameters of a block."""
+        return [(self.names[number], self.parameters[number]) for number in self.blocks[block]]
+
+    def entries(self, blocks: Iterable[int]) -> dict[str, Any]:
+        """Return the entries of some blocks, by the names of the parameters (nothing is copied)."""
+        kept = self._optimizer.state
+        return {name: kept[p] for block in sorted(blocks) for name, p in self.of(block)
+                if p in kept}
+
+    def keep(self, blocks: Iterable[int]) -> None:
+        """Hold these blocks from now on, and drop the entries of all others."""
+        self.held = set(blocks)
+        for block in range(len(self.blocks)):
+            for _, parameter in self.of(block) if block not in self.held else ():
+                if parameter in self._optimizer.state:
+                    del self._optimizer.state[parameter]
+
+    def kept_of(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of all entries that this worker holds."""
+        return {name: entry for name, entry in entries.items() if self.holds(name)}
+
+    # --- a checkpoint -----------------------------------------------------------------------------
+
+    def everyone(self, peers: Peers) -> dict[str, Any] | None:
+        """Return the entries of all parameters, as all workers know them: those that are not held
+        here have no bytes. All workers call it. None: there is one worker. Network: their names,
+        types and shapes."""
+        if peers.size == 1:
+            return None
+        texts = peers.gather_texts(pack(self.entries(self.owned)).header.decode())
+        known: dict[str, Any] = {}
+        for text in texts:
+            known |= unpack(outline(text.encode()))
+        known |= self.entries(self.held)
+        return {name: known[name] for name in self.names if name in known}
+
+    def owner_at(self, place: str) -> int | None:
+        """Return the rank that has the bytes of a tensor, by its place in the state; None: all."""
+        name = self._name_at(place)
+        return None if name is None else self.owner(name)
+
+    def is_needed(self, place: str) -> bool:
+        """True if this worker keeps the tensor at a place in the state."""
+        name = self._name_at(place)
+        return name is None or self.holds(name)
+
+    def _name_at(self, place: str) -> str | None:
+        place = place.removeprefix("/")
+        if not place.startswith(STATE):
+            return None
+        name = place.removeprefix(STATE)
+        while name not in self.block_of:
+            if "/" not in name:
+                raise LayoutError(f"{place[:200]} is of no parameter of the optimizer")
+            name = name.rpartition("/")[0]
+        return name

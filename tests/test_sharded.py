@@ -1,0 +1,237 @@
+"""The optimizer's state sharded over the workers: the bits of a run that is not sharded, whatever
+the fleet does; no part is lost with one host; a checkpoint of either resumes as the other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster import TESTS, Cluster, weights_alone
+from faults import Plan
+
+from elastic_trainer.state.holders import (
+    blocks_of,
+    holders_of,
+    lost_blocks,
+    moves_between,
+)
+from elastic_trainer.training.job.shardable import shard_refusal
+from elastic_trainer.views.verify import verify
+
+Twin = Callable[..., str]
+FEW = ("--steps", "40")
+LONG = ("--steps", "90", "--step-s", "0.35")
+SHARD = ("--shard", "optimizer")
+
+
+def host(rank: int) -> str:
+    return f"127.0.0.{rank + 1}"
+
+
+def moved(cluster: Cluster) -> list[dict[str, Any]]:
+    return cluster.events("worker.shards_moved")
+
+
+def test_has_the_bits_of_an_unsharded_run_when_workers_are_killed(tmp_path: Path,
+                                                                  twin_of: Twin) -> None:
+    """SIGKILL when the new parameters are on their way, before the vote, between vote and apply,
+    and after apply: of rank 0 and of others, one host at a time. No step is rolled back."""
+    plan = Plan()
+    for number, (rank, point, step) in enumerate([
+            (0, "shards.computed", 8), (1, "step.prepared", 16), (2, "step.voted", 24),
+            (3, "step.applied", 32)]):
+        plan.kill(host=host(rank), at=point, step=step, after=number)
+    with Cluster(tmp_path, hosts=7, job=(*FEW, *SHARD), plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=4)
+        assert not cluster.events("worker.shards_lost")
+    assert result["attempts"] == 1 and result["steps_redone"] <= 4
+
+
+def test_rolls_forward_leaves_and_joins(tmp_path: Path, twin_of: Twin) -> None:
+    """A worker that lost the vote applies its own part and what others have sent; one that leaves
+    gives its part away first; newcomers get theirs, and one dies while it receives it."""
+    plan = Plan().add("lose_vote", host=host(0), at="step.voted", step=8)
+    plan.add("terminate", host=host(2), at="step.prepared", step=16)
+    plan.kill(host=host(4), at="shards.moving")
+    with Cluster(tmp_path, hosts=6, start_with=4, job=(*LONG, *SHARD), plan=plan) as cluster:
+        cluster.wait_for_step(4)
+        cluster.set_hosts(cluster.all_hosts)
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin_of(*LONG), victims=1)
+        assert cluster.events("worker.rolled_forward")
+        assert not cluster.events("worker.shards_lost")
+        assert any(e["received"] for e in moved(cluster) if e["step"])
+
+
+def test_goes_back_to_a_checkpoint_when_both_holders_of_a_part_are_lost(tmp_path: Path,
+                                                                       twin_of: Twin) -> None:
+    """Two of four hosts at once: with one buddy a part is lost. With two none is."""
+    job = (*FEW, *SHARD, "--checkpoint-every", "8")
+    plan = Plan().kill(host=host(1), at="step.computed", step=30)
+    plan.kill(host=host(2), at="step.computed", step=30)
+    with Cluster(tmp_path / "one", job=job, plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
+        [lost] = cluster.events("worker.shards_lost")
+        assert lost["step"] == 30
+    assert result["attempts"] == 2
+    with Cluster(tmp_path / "two", job=(*job, "--buddies", "2"), plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
+        assert not cluster.events("worker.shards_lost")
+    assert result["attempts"] == 1
+
+
+@pytest.mark.parametrize(("first", "second"), [((SHARD, 4), ((), 3)), (((), 2), (SHARD, 4)),
+                                               ((SHARD, 4), (SHARD, 2))],
+                         ids=("to-unsharded", "from-unsharded", "to-fewer"))
+def test_a_checkpoint_of_either_resumes_as_the_other(
+        tmp_path: Path, twin_of: Twin, first: tuple[Any, int], second: tuple[Any, int]) -> None:
+    """And with another number of workers: the layout is the same."""
+    for (shard, hosts), end in ((first, 20), (second, 40)):
+        job = (*FEW, *shard, "--checkpoint-every", "7", "--until", str(end))
+        with Cluster(tmp_path, hosts=hosts, job=job) as cluster:
+            assert cluster.finish() == 0
+    assert verify(cluster.run_dir).is_proved
+    result = json.loads((cluster.run_dir / "result.json").read_text())
+    assert result["weights_sha256"] == twin_of(*FEW)
+
+
+@pytest.mark.parametrize("job", [
+    ("mlp.py", "--steps", "40", "--iterator", "--phases"),
+    ("mlp.py", "--steps", "40", "--iterator", "--ema", "--evaluate"),
+    ("precise.py", "--precision", "fp16"), ("precise.py", "--precision", "bf16")],
+    ids=("phases", "average", "fp16", "bf16"))
+def test_has_the_bits_with_several_optimizers_an_average_and_a_scaler(tmp_path: Path,
+                                                                      job: Sequence[str]) -> None:
+    """And the moments of fp16 follow the scale of one process. One worker is killed."""
+    command = [sys.executable, str(TESTS / "jobs" / job[0]), *job[1:]]
+    twin = weights_alone(command, tmp_path)
+    plan = Plan().kill(host=host(1), at="step.prepared", step=14)
+    with Cluster(tmp_path, command=[*command, *SHARD], plan=plan) as cluster:
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin, victims=1)
+
+
+@pytest.mark.parametrize("place", (0, 1), ids=("owner", "buddy"))
+def test_goes_back_when_two_holders_of_a_part_differ(tmp_path: Path, twin_of: Twin,
+                                                     place: int) -> None:
+    """One bit of a moment flips at one holder. The other one has computed other parameters than
+    the owner has sent, and no majority tells which are right."""
+    sizes = [20 * 256, 256, 256, 256, 256 * 256, 256, 256 * 4, 4]  # of the job's parameters
+    holders = holders_of(sizes, [0, 1, 2, 3], [set(range(8)), set(), set(), set()], 2)
+    plan = Plan().add("flip_moment", host=host(holders[0][place]), at="step.voted", step=25)
+    with Cluster(tmp_path, job=(*FEW, *SHARD, "--checkpoint-every", "10"), plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
+        assert cluster.events("worker.shards_differ")
+    assert result["attempts"] == 2
+
+
+# --- who holds what ------------------------------------------------------------------------------
+
+GPT = [50257 * 768, 1024 * 768] + 12 * [
+    768, 768, 3 * 768 * 768, 3 * 768, 768 * 768, 768, 768, 768, 4 * 768 * 768, 4 * 768,
+    4 * 768 * 768, 768] + [768, 768]
+
+
+@pytest.mark.parametrize("buddies", (0, 1, 2))
+@pytest.mark.parametrize("shapes", (GPT, [10] * 5, [7], [1000] * 300),
+                         ids=("gpt", "few", "one", "equal"))
+def test_holders_are_apart_and_hold_as_much_whatever_the_fleet_did(shapes: list[int],
+                                                                   buddies: int) -> None:
+    choose, blocks = random.Random(1), blocks_of(shapes)
+    assert [number for block in blocks for number in block] == list(range(len(shapes)))
+    sizes = [sum(shapes[number] for number in block) for block in blocks]
+    hosts, held = [0, 1, 2, 3], [set(range(len(blocks))), set(), set(), set()]
+    for change in range(60):
+        holders = holders_of(sizes, hosts, held, buddies + 1)
+        copies = min(buddies + 1, len(hosts))
+        for ranks in holders:
+            assert len(set(ranks)) == copies
+            assert len({hosts[rank] for rank in ranks}) == min(copies, len(set(hosts)))
+        moves = moves_between(sizes, held, holders)
+        assert all(move.block in held[move.source] for move in moves)
+        assert all(move.block not in held[move.target] for move in moves)
+        assert len({move[::2] for move in moves}) == len(moves)
+        held = [{block for block, ranks in enumerate(holders) if rank in ranks}
+                for rank in range(len(hosts))]
+        is_even = len(set(hosts)) == len(hosts)
+        most = max(sum(sizes[block] for block in its) for its in held)
+        assert not is_even or most <= 1.06 * sum(sizes) * copies / len(hosts) + max(sizes)
+        if len(hosts) == 1 or choose.random() < 0.5:
+            hosts, held = [*hosts, choose.choice([change + 10] * 3 + hosts[:1])], [*held, set()]
+            continue
+        rank = choose.randrange(len(hosts))
+        del hosts[rank], held[rank]
+        if lost_blocks(len(blocks), held):
+            held = [set(range(len(blocks))) for _ in hosts]
+
+
+def test_a_loss_moves_what_was_lost_and_a_join_what_the_newcomer_holds() -> None:
+    sizes, hosts = [sum(GPT[number] for number in block) for block in blocks_of(GPT)], range(4)
+    held: list[set[int]] = [set(range(len(sizes))), set(), set(), set()]
+
+    def settled(hosts: list[int], held: list[set[int]]) -> tuple[list[set[int]], int]:
+        holders = holders_of(sizes, hosts, held, 2)
+        moves = moves_between(sizes, held, holders)
+        return ([{block for block, ranks in enumerate(holders) if rank in ranks}
+                 for rank in range(len(hosts))], sum(sizes[move.block] for move in moves))
+
+    held, _ = settled(list(hosts), held)
+    assert settled(list(hosts), held) == (held, 0)
+    _, lost = settled([0, 1, 2], held[:3])
+    assert lost <= 1.3 * sum(sizes) * 2 / 4
+    _, joined = settled([0, 1, 2, 3, 4], [*held, set()])
+    assert joined <= 1.3 * sum(sizes) * 2 / 5
+
+
+# --- which optimizers ----------------------------------------------------------------------------
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in an attribute."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.steps += 1
+
+
+class Normed(torch.optim.SGD):
+    """Its step depends on the norm over all parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        norm = sum(p.grad.norm() for g in self.param_groups for p in g["params"]
+                   if p.grad is not None)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.sub_(p.grad / norm)
+
+
+@pytest.mark.parametrize("kind", ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta",
+                                  "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Adafactor"))
+@pytest.mark.parametrize("options", ({}, {"foreach": True}, {"fused": True}), ids=str)
+def test_optimizers_of_torch_can_be_sharded(kind: str, options: dict[str, Any]) -> None:
+    try:
+        optimizer = getattr(torch.optim, kind)([torch.nn.Parameter(torch.ones(3))], **options)
+    except TypeError:
+        pytest.skip("torch has no such form of it")
+    assert shard_refusal(optimizer) == ""
+
+
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda ps: Counting(ps, lr=0.1), "changes steps in a step"),
+    (lambda ps: Normed(ps, lr=0.1), "other bits beside other parameters")])
+def test_an_optimizer_that_looks_at_all_parameters_is_refused(
+        make: Callable[[Any], torch.optim.Optimizer], says: str) -> None:
+    assert says in shard_refusal(make([torch.nn.Parameter(torch.ones(3))]))
