@@ -471,7 +471,7 @@ def begin(me: Checkpoints, state: State) -> Any:
     packed = state.packed()
     data = torch.cat([t.reshape(-1).view(torch.uint8) for t in packed.tensors])
     share = Share(state.committed, 0.0, 0.0, state.lineage, packed.header, packed.payload_bytes,
-                  count=2, parts=2, pieces={0: data[:8], 1: data[8:16]})
+                  count=2, parts=2, pieces={0: data[:8], 1: data[8:16]}, starts={0: 0, 1: 8})
     me.upload.share = share
     return share
 

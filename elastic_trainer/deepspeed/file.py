@@ -65,8 +65,8 @@ STAGES: dict[int, str | None] = {0: None, 1: "optimizer"}
 """The stages of ZeRO that are supported → the trainer's option `shard`."""
 NOT_SHARDED = (
     "The gradients are not sharded: each worker holds all weights and gradients, 8 bytes a "
-    "parameter in 32 bits (1 billion parameters: 8 GB), and its part of the optimizer's values. Use "
-    "stage 1 if that fits. docs/guide/large.md shows how activations need less")
+    "parameter in 32 bits (1 billion parameters: 8 GB), and its part of the optimizer's values. "
+    "Use stage 1 if that fits. docs/guide/large.md shows how activations need less")
 WHERE = "docs/migrate-from-deepspeed.md has the whole table."
 
 Auto = Literal["auto"]

@@ -195,7 +195,7 @@ class Restore:
                 parts, header = parts_of(record), header_of(record)
                 room = state.room(header, sum(part.bytes for part in parts))
                 described = replace(outline(header), classes=state.classes)  # room has no bytes yet
-                values = with_plain_names(unpack(described))
+                values = unpack(described)
                 if (step := values["step"]) != record.step:
                     raise LayoutError(f"its record is of step {record.step}, and its header is of "
                                       f"step {step}")
@@ -332,7 +332,7 @@ def has_base(values: dict[str, Any], step: int, state: LiveState, peers: Peers) 
     A worker without it receives the state from one that has it. Raises OtherBase on all workers if
     none has.
     """
-    if not (absent := absent_from(values)):
+    if not (values.get("frozen") and (absent := absent_from(values := with_plain_names(values)))):
         return True
     lacking = lacking_of(state, values)
     why = differs(lacking, absent) if lacking else ""
