@@ -44,6 +44,7 @@ from typing import NamedTuple
 import torch
 
 from elastic_trainer.config import CARRIES
+from elastic_trainer.state.device_copies import await_devices, devices_of
 from elastic_trainer.state.values.forms import plain_tensor, storage_refusal
 from elastic_trainer.state.values.layout import LayoutError, byte_view, flat_bytes
 
@@ -89,6 +90,9 @@ class FrozenContent:
     def prove(self, tensors: Tensors) -> None:
         """Take what the script has built. It costs 2.2 s of a core for 1 GB."""
         may_stay = {name: one for name, one in tensors.items() if _may_stay(one)}
+        await_devices(devices_of(may_stay.values()))  # a thread reads on a stream of its own
+        for device in {one.device for one in may_stay.values()}:
+            _multipliers(device)  # `cache` would let each thread draw its own
         with ThreadPoolExecutor(min(HASHERS, os.cpu_count() or 1)) as hashers:
             proofs = hashers.map(proof_of, may_stay.values())
         self._proofs = dict(zip(may_stay, proofs, strict=True))

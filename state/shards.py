@@ -34,8 +34,8 @@ class Peers(Protocol):
 class Shards:
     """The entries of the optimizer's state, in blocks of neighbouring parameters."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-                 buddies: int):
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, buddies: int,
+                 members: Iterable[torch.optim.Optimizer] = ()):
         names = {id(p): name for name, p in named_parameters(model).items()}
         self._optimizer, self.copies = optimizer, buddies + 1
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -52,8 +52,19 @@ class Shards:
         """The ranks of this generation that hold each block; the first one owns it."""
         self.mine, self.owned = set[int](), set[int]()
         """The blocks that this worker is to hold in this generation, and those of them it owns."""
+        self._is_placed = False
+        for one in members:
+            one.register_state_dict_pre_hook(self._refuse_part)
         self.mismatch = ""
         """A parameter for which this worker has computed other bits than its owner."""
+
+    def _refuse_part(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError where a script would take a part of the state for all of it."""
+        if self._is_placed and not self.is_whole:
+            raise RuntimeError(
+                f"optimizer.state_dict() has {len(self.held)} of {len(self.blocks)} parts of the "
+                f"{type(optimizer).__name__}'s state on this worker (shard=\"optimizer\"). Read "
+                f"all of it from a checkpoint: docs/guide/checkpoints.md.")
 
     def place(self, rank: int, hosts: Sequence[int], held: Sequence[Collection[int]]) -> None:
         """Choose the holders for a generation. `held` are the blocks that each rank holds."""
@@ -102,7 +113,7 @@ class Shards:
 
     def keep(self, blocks: Iterable[int]) -> None:
         """Hold these blocks from now on, and drop the entries of all others."""
-        self.held = set(blocks)
+        self.held, self._is_placed = set(blocks), True
         for block in range(len(self.blocks)):
             for _, parameter in self.of(block) if block not in self.held else ():
                 if parameter in self._optimizer.state:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -151,6 +152,17 @@ def begun(store: Store, size: int = 2) -> tuple[list[LiveState], list[Any]]:
 
 
 # --- what is left out -----------------------------------------------------------------------------
+
+def test_what_nobody_has_changed_is_known_as_unchanged_in_each_new_process() -> None:
+    """Threads make the proofs. Each had drawn multipliers of its own at the first use."""
+    script = ("import torch; from elastic_trainer.state.frozen import FrozenContent; "
+              "base = {f'{n}': torch.full((1 << 18,), float(n)) for n in range(8)}; "
+              "content = FrozenContent(); content.carries = 'never'; content.prove(base); "
+              "print(len(content.now(base)))")
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True,
+                              check=True).stdout.strip() == "8"
+
 
 def test_neither_newcomers_nor_checkpoints_have_what_all_have_built_alike(store: Store) -> None:
     """1 worker, then 4: parameters that need no gradient, and buffers. All have the same bytes."""

@@ -22,6 +22,7 @@ from elastic_trainer.state.holders import (
     lost_blocks,
     moves_between,
 )
+from elastic_trainer.state.shards import Shards
 from elastic_trainer.training.job.shardable import shard_refusal
 from elastic_trainer.views.verify import verify
 
@@ -119,6 +120,33 @@ def test_has_the_bits_with_several_optimizers_an_average_and_a_scaler(tmp_path: 
     with Cluster(tmp_path, command=[*command, *SHARD], plan=plan) as cluster:
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin, victims=1)
+
+
+def test_a_worker_that_is_left_alone_goes_on_with_its_scaler(tmp_path: Path) -> None:
+    """Of two workers one dies when the other has unscaled the gradient of the step."""
+    command = [sys.executable, str(TESTS / "jobs" / "precise.py"), "--precision", "fp16"]
+    twin = weights_alone(command, tmp_path)
+    plan = Plan().kill(host=host(1), at="step.prepared", step=14)
+    with Cluster(tmp_path, hosts=2, min_workers=1, command=[*command, *SHARD],
+                 plan=plan) as cluster:
+        assert cluster.finish() == 0
+        cluster.assert_nothing_lost(twin, victims=1)
+
+
+def test_a_part_of_the_state_is_not_taken_for_all_of_it() -> None:
+    """A script that saves optimizer.state_dict() would save what this worker holds."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters())
+    shards = Shards(model, optimizer, 1, [optimizer])
+    assert optimizer.state_dict()["state"] == {}
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    shards.keep(range(8))
+    assert len(optimizer.state_dict()["state"]) == 8
+    shards.keep([0, 5])
+    assert len(optimizer.state) == 2
+    with pytest.raises(RuntimeError, match="has 2 of 8 parts of the Adam's state on this worker"):
+        optimizer.state_dict()
 
 
 @pytest.mark.parametrize("place", (0, 1), ids=("owner", "buddy"))

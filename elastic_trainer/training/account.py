@@ -72,7 +72,8 @@ class Account:
     def require_possible(self, restored_step: int | None) -> None:
         """Raise ConfigError if the run has more steps already than it is to have, or
         --allow-change names what neither the run nor the script has."""
-        require_known(self.launch.allow_change, self.state.settings, self._built)
+        if restored_step is None or self.state.has_state:  # else others know the run's settings
+            require_known(self.launch.allow_change, self.state.settings, self._built)
         planned = self.job.schedule.steps
         if restored_step is not None and restored_step > planned:
             raise ConfigError(

@@ -178,13 +178,13 @@ class StepEnd:
         compute. All workers call it. Network, if it is sharded."""
         if (sharded := self.sharded) is None:
             return
-        sharded.forget()
+        optimizer = members_of(self.job.optimizer)[self.state.phase]
+        sharded.forget(optimizer, self.job.scaler)
         is_whole = microbatches.is_reduced and self.flat.run()
         if world.size == 1 or not is_whole or self.is_skipped(self.flat.mean_loss()):
             return
         job, step = self.job, self.state.committed
-        sharded.prepare(world, members_of(job.optimizer)[self.state.phase], job.multiplier(step),
-                        job.scaler)
+        sharded.prepare(world, optimizer, job.multiplier(step), job.scaler)
         microbatches.error = microbatches.error or sharded.error
 
 

@@ -217,7 +217,7 @@ class Loop:
         """Leave the loop if workers hold other bits, unless the user allows mixed machines."""
         if control.differs:
             self.generations.settle_difference(step, held, range(self.world.size))
-        if control.shards_differ:
+        if control.shards_differ and not self.generations.mixture.is_mixed:
             self.going_back.part_shards(self.world)
 
     def _note_step(self, step: int, step_s: float, waited_s: float, pace: Pace) -> None:

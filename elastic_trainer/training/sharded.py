@@ -62,9 +62,7 @@ class ShardedUpdate:
                 multiplier: float | None, scaler: torch.amp.GradScaler | None) -> None:
         """Let all workers have the new parameters of this step. All call it, before the vote.
         Network. An error of the optimizer is kept for the vote (`error`)."""
-        self.error, self.is_prepared = None, True
-        if scaler:  # a step that broke has left that its gradient is unscaled
-            scaler._per_optimizer_states.pop(id(optimizer), None)
+        self.is_prepared = True
         self.flat.divide()
         self.flat.hand_out()
         self._ready(optimizer)
@@ -170,9 +168,12 @@ class ShardedUpdate:
                 if p.grad is not gradient:
                     p.grad = gradient
 
-    def forget(self) -> None:
-        """Forget what was prepared: the step is not applied."""
-        self.is_prepared, self._next = False, None
+    def forget(self, optimizer: torch.optim.Optimizer,
+               scaler: torch.amp.GradScaler | None) -> None:
+        """Forget what was prepared of a step that broke: it is not applied."""
+        self.error, self.is_prepared, self._next = None, False, None
+        if scaler:  # else it would take the next gradient for one that it has unscaled
+            scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def place_shards(world: World, state: LiveState, events: Events) -> None:

@@ -57,7 +57,7 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
         **(job.average.settings if job.average else {}), **(job.best.settings if job.best else {}),
         **({CONFIGURATION: dict(job.configuration)} if job.configuration else {}))
     if job.shard:
-        state.shards = Shards(job.model, job.optimizer, job.buddies)
+        state.shards = Shards(job.model, job.optimizer, job.buddies, members_of(job.optimizer))
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a micro-batch needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))
