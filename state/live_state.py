@@ -323,7 +323,13 @@ def absent_from(values: dict[str, Any]) -> dict[str, str]:
 
 
 def begin_as_built(state: LiveState, rank: int) -> None:
-    """Begin without a checkpoint: rank 0 has the state that it was built with."""
+    """Begin without a checkpoint: rank 0 has the state that it was built with. Raises RuntimeError
+    if it is not as built any more."""
+    if rank == 0 and (state.ticks or (state.shards and state.shards.is_placed)):
+        raise RuntimeError(
+            f"the state of step {state.committed} was lost, there is no checkpoint to go back to, "
+            f"and this process has changed what its script has built. Start the run again: the "
+            f"same command begins it anew.")
     state.has_state = rank == 0
     if state.shards:
         state.shards.hold_as_built(rank)

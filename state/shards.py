@@ -52,7 +52,8 @@ class Shards:
         """The ranks of this generation that hold each block; the first one owns it."""
         self.mine, self.owned = set[int](), set[int]()
         """The blocks that this worker is to hold in this generation, and those of them it owns."""
-        self._is_placed = False
+        self.is_placed = False
+        """True once this worker may have dropped what it was built with."""
         for one in members:
             one.register_state_dict_pre_hook(self._refuse_part)
         self.mismatch = ""
@@ -60,7 +61,7 @@ class Shards:
 
     def _refuse_part(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError where a script would take a part of the state for all of it."""
-        if self._is_placed and not self.is_whole:
+        if self.is_placed and not self.is_whole:
             raise RuntimeError(
                 f"optimizer.state_dict() has {len(self.held)} of {len(self.blocks)} parts of the "
                 f"{type(optimizer).__name__}'s state on this worker (shard=\"optimizer\"). Read "
@@ -113,7 +114,7 @@ class Shards:
 
     def keep(self, blocks: Iterable[int]) -> None:
         """Hold these blocks from now on, and drop the entries of all others."""
-        self.held, self._is_placed = set(blocks), True
+        self.held, self.is_placed = set(blocks), True
         for block in range(len(self.blocks)):
             for _, parameter in self.of(block) if block not in self.held else ():
                 if parameter in self._optimizer.state:

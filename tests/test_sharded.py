@@ -234,6 +234,43 @@ class Counting(torch.optim.SGD):
         self.steps += 1
 
 
+class Clipping(torch.optim.SGD):
+    """Clips the gradient in place, in its step."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.clamp_(-1, 1)
+        super().step(closure)
+
+
+class AttrNorm(torch.optim.SGD):
+    """Looks at all parameters if an attribute says so."""
+
+    def __init__(self, parameters: Any, pre_norm: bool = False):
+        super().__init__(parameters, lr=0.1)
+        self.pre_norm = pre_norm
+
+    def step(self, closure: Any = None) -> None:
+        every = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = sum(p.grad.norm() for p in every) if self.pre_norm else 1
+        for p in every:
+            p.data.sub_(p.grad / norm)
+
+
+class Hidden(torch.optim.SGD):
+    """Counts its steps under a private name."""
+
+    def __init__(self, parameters: Any):
+        super().__init__(parameters, lr=0.1)
+        self._n = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self._n += 1
+
+
 class Normed(torch.optim.SGD):
     """Its step depends on the norm over all parameters."""
 
@@ -257,9 +294,27 @@ def test_optimizers_of_torch_can_be_sharded(kind: str, options: dict[str, Any]) 
     assert shard_refusal(optimizer) == ""
 
 
+def test_an_optimizer_is_tried_with_its_own_groups_and_types() -> None:
+    """An option of one group alone, and parameters in 16 bits."""
+    class GroupNorm(Normed):
+        def step(self, closure: Any = None) -> None:
+            if any(group.get("norm") for group in self.param_groups):
+                super().step(closure)
+            else:
+                torch.optim.SGD.step(self, closure)
+
+    one, two = (torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16)) for _ in range(2))
+    assert shard_refusal(GroupNorm([one, two], lr=0.1)) == ""
+    groups = [{"params": [one]}, {"params": [two], "norm": True}]
+    assert "other bits" in shard_refusal(GroupNorm(groups, lr=0.1))
+
+
 @pytest.mark.parametrize(("make", "says"), [
     (lambda ps: Counting(ps, lr=0.1), "changes steps in a step"),
-    (lambda ps: Normed(ps, lr=0.1), "other bits beside other parameters")])
+    (lambda ps: Normed(ps, lr=0.1), "other bits beside other parameters"),
+    (lambda ps: AttrNorm(ps, pre_norm=True), "other bits beside other parameters"),
+    (lambda ps: Hidden(ps), "changes _n in a step"),
+    (lambda ps: Clipping(ps, lr=0.1), "changes .grad in its step")])
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(
         make: Callable[[Any], torch.optim.Optimizer], says: str) -> None:
     assert says in shard_refusal(make([torch.nn.Parameter(torch.ones(3))]))

@@ -69,13 +69,14 @@ class ShardedUpdate:
         if scaler and _has_overflow(scaler, optimizer):
             return
         self._next = self.work.reducer.spare()
-        with _trying_rates(optimizer, self.state.rates.base_of(optimizer), multiplier):
-            for blocks in self._batches(optimizer):
-                mine = [p for block in blocks if block in self.shards.owned
-                        for _, p in self._moved(block, optimizer)]
+        base = self.state.rates.base_of(optimizer)
+        for blocks in self._batches(optimizer):
+            mine = [p for block in blocks if block in self.shards.owned
+                    for _, p in self._moved(block, optimizer)]
+            with _trying_rates(optimizer, base, multiplier):
                 computed = self._computed(optimizer, mine)
-                self.work.events.reach("shards.computed", step=self.state.committed)
-                self._receive(world, blocks, optimizer, computed)
+            self.work.events.reach("shards.computed", step=self.state.committed)
+            self._receive(world, blocks, optimizer, computed)
 
     def _batches(self, optimizer: torch.optim.Optimizer) -> Iterator[list[int]]:
         """Cut the blocks that the optimizer moves in this step, the same on all workers."""

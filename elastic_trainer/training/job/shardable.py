@@ -1,87 +1,116 @@
 """Whether an optimizer can be sharded: it must treat each parameter by itself.
 
-optimizer (its class and options) → here: tried on two small parameters → "" or why not
+optimizer (its class, attributes and groups) → here: tried on two small parameters → "" or why not
 
 What always holds: an optimizer that passes gives a parameter the same bits, whatever other
-parameters it moves in the same step. Nothing of the user's optimizer is changed.
+parameters it moves in the same step, for each of its groups and each type of its parameters. The
+trial has the optimizer's own attributes, and nothing of the user's optimizer is changed.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from elastic_trainer.state.values.attributes import OF_TORCH
+from elastic_trainer.state.values.plain_values import is_plain
+
 SHAPES = ((7, 5), (11,))
-STEPS = 4
+SCALES = (1.0, 1e-4, 1e3, 0.1)
+"""Of the gradients of the trial's steps: an optimizer may clip them."""
+OWN = OF_TORCH | {"state", "param_groups", "defaults", "step"}
+"""What the trial has of its own. A scheduler puts its own `step` into the optimizer."""
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def shard_refusal(optimizer: torch.optim.Optimizer) -> str:
     """Return why the optimizer's state cannot be sharded; "" if it can be."""
     kind = type(optimizer).__name__
-    if any(isinstance(p, torch.Tensor) and p.is_sparse for g in optimizer.param_groups
-           for p in g["params"]):
-        return f"the optimizer {kind} has sparse parameters"
-    hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    if any(getattr(optimizer, name, None) for name in hooks):
+    if any(getattr(optimizer, name, None) for name in HOOKS):
         return (f"the optimizer {kind} has hooks of its steps, which would run several times in a "
                 f"step. Remove them, or put the code after the inner loop")
-    try:
-        together, states, changed = _trained(optimizer, [0, 1])
-        alone = [_trained(optimizer, [number])[0][0] for number in (0, 1)]
-    except Exception as error:  # the class is the user's
-        return (f"the optimizer {kind} could not be built and tried on a small model with its own "
-                f"options ({type(error).__name__}: {error})"[:300] + ")")
-    if changed:
-        return f"the optimizer {kind} changes {changed} in a step, which all parameters share"
-    if bad := [type(value).__name__ for entry in states for value in entry.values()
-               if not isinstance(value, (torch.Tensor, int, float, type(None)))]:
-        return f"the optimizer {kind} keeps a {bad[0]} of a parameter, and no tensor or number"
-    if not all(map(torch.equal, together, alone)):
-        return f"the optimizer {kind} gives a parameter other bits beside other parameters"
+    attributes = {key: value for key, value in vars(optimizer).items() if key not in OWN}
+    if bad := [key for key, value in attributes.items() if not is_plain(value)]:
+        return (f"the optimizer {kind} has the attribute {bad[0]}, which is no number or text, so "
+                f"its step may depend on more than one parameter")
+    for options, dtype, device in _kinds(optimizer):
+        try:
+            why = _tried(optimizer, attributes, options, dtype, device)
+        except Exception as error:  # the class is the user's
+            why = f"could not be tried on two small parameters ({type(error).__name__}: {error})"
+        if why:
+            return f"the optimizer {kind} {why[:300]}"
     return ""
 
 
-def _trained(optimizer: torch.optim.Optimizer,
-             numbers: list[int]) -> tuple[list[torch.Tensor], list[dict[str, Any]], str]:
-    """Train some of the small parameters with an optimizer of the same class and options.
+def _kinds(
+        optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[dict[str, Any], torch.dtype, torch.device]]:
+    """Yield the options of each group, with each type and device of its parameters."""
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for dtype, device in {(p.dtype, p.device) for p in group["params"]}:
+            yield options, dtype, device
 
-    Return their values, what it keeps of each, and which of its attributes or options it changes.
-    """
+
+def _tried(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any],
+           options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> str:
+    """Return what speaks against one group's options and one type of parameter."""
     generator = torch.Generator().manual_seed(5)
-    every = [torch.randn(shape, generator=generator) for shape in SHAPES]
-    gradients = [[torch.randn(shape, generator=generator) for shape in SHAPES]
-                 for _ in range(STEPS)]
-    parameters = [torch.nn.Parameter(every[number].clone()) for number in numbers]
-    make: Callable[..., torch.optim.Optimizer] = type(optimizer)
-    options = {key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-               for key, value in optimizer.defaults.items() if key != "capturable"}
-    takes = inspect.signature(make).parameters
-    mine = make(parameters, **{key: value for key, value in options.items() if key in takes})
-    for group in mine.param_groups:
-        group.update(options)
-    changed = ""
-    for step in gradients:
-        for parameter, number in zip(parameters, numbers, strict=True):
-            parameter.grad = step[number].clone()
-        before = _shared(mine)
-        mine.step()
-        after = _shared(mine)
-        changed = changed or ", ".join(key for key in before | after
-                                       if before.get(key) != after.get(key))
-    kept: Any = mine.state
-    return ([p.detach() for p in parameters], [dict(kept[p]) for p in parameters if p in kept],
-            changed)
+
+    def tensors(scale: float) -> list[torch.Tensor]:
+        return [(scale * torch.randn(shape, generator=generator)).to(device, dtype)
+                for shape in SHAPES]
+
+    values, gradients = tensors(1.0), [tensors(scale) for scale in SCALES]
+    trials = [_Trial(optimizer, attributes, options, [values[number] for number in numbers],
+                     [[step[number] for number in numbers] for step in gradients])
+              for numbers in ((0, 1), (0,), (1,))]
+    if why := next((trial.why for trial in trials if trial.why), ""):
+        return why
+    alone = [*trials[1].values, *trials[2].values]
+    if not all(map(torch.equal, trials[0].values, alone)):
+        return "gives a parameter other bits beside other parameters"
+    return ""
 
 
-def _shared(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return what the optimizer has for all parameters together, as texts that can be compared."""
-    groups = {f"{key} of group {number}": repr(value)
-              for number, group in enumerate(optimizer.param_groups)
-              for key, value in group.items() if key != "params"}
-    own = {key: repr(value) for key, value in vars(optimizer).items()
-           if key not in ("state", "param_groups", "defaults") and not key.startswith("_")
-           and key != "step"}
-    return groups | own
+class _Trial:
+    """A few steps of an optimizer of the same class, with the same attributes and options."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any],
+                 options: Mapping[str, Any], values: list[torch.Tensor],
+                 gradients: list[list[torch.Tensor]]):
+        own: Any = object.__new__(type(optimizer))
+        vars(own).update(vars(optimizer))
+        for key in ("step", *HOOKS):
+            vars(own).pop(key, None)
+        vars(own).update(attributes, _optimizer_step_pre_hooks={}, _optimizer_step_post_hooks={})
+        self.why, parameters = "", [torch.nn.Parameter(value.clone()) for value in values]
+        copied = {key: value.clone() if isinstance(value, torch.Tensor) else value
+                  for key, value in options.items()}
+        own.state, own.param_groups = defaultdict(dict), [{**copied, "params": parameters}]
+        before = self._shared(own)
+        for step in gradients:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient.clone()
+            own.step()
+            if not all(parameter.grad is not None and torch.equal(parameter.grad, gradient)
+                       for parameter, gradient in zip(parameters, step, strict=True)):
+                self.why = "changes .grad in its step"
+        after = self._shared(own)
+        if changed := [key for key in before | after if before.get(key) != after.get(key)]:
+            self.why = f"changes {changed[0]} in a step, which all parameters share"
+        entries = [own.state[parameter] for parameter in parameters if parameter in own.state]
+        if bad := [value for entry in entries for value in entry.values()
+                   if not isinstance(value, (torch.Tensor, int, float, type(None)))]:
+            self.why = f"keeps a {type(bad[0]).__name__} of a parameter, and no tensor or number"
+        self.values = [parameter.detach() for parameter in parameters]
+
+    def _shared(self, own: torch.optim.Optimizer) -> dict[str, str]:
+        """Return what is there for all parameters together, as texts that can be compared."""
+        [group] = own.param_groups
+        return {key: repr(value) for key, value in {**vars(own), **group}.items()
+                if key not in OWN and key != "params"}
