@@ -153,7 +153,7 @@ def begun(store: Store, size: int = 2) -> tuple[list[LiveState], list[Any]]:
 
 # --- what is left out -----------------------------------------------------------------------------
 
-def test_what_nobody_has_changed_is_known_as_unchanged_in_each_new_process() -> None:
+def test_what_no_script_has_changed_is_known_as_unchanged_in_each_new_process() -> None:
     """Threads make the proofs. Each had drawn multipliers of its own at the first use."""
     script = ("import torch; from elastic_trainer.state.frozen import FrozenContent; "
               "base = {f'{n}': torch.full((1 << 18,), float(n)) for n in range(8)}; "
