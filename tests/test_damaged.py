@@ -23,7 +23,7 @@ from test_checkpoint import Fleet, begun
 from test_state import payload, trained
 
 from elastic_trainer.__main__ import main
-from elastic_trainer.state import live_state
+from elastic_trainer.state import kinds
 from elastic_trainer.state.checkpoints import checkpoint, commit_log
 from elastic_trainer.state.checkpoints.checkpoint import parts_of
 from elastic_trainer.state.checkpoints.commit_log import LAST, CommitLog, Damaged, Record
@@ -229,7 +229,7 @@ def test_a_forged_header_is_loaded_or_refused(data: st.DataObject) -> None:
     taker.load(unpack(room))
 
 
-@pytest.mark.parametrize("name", live_state.OPTIONAL)
+@pytest.mark.parametrize("name", kinds.OPTIONAL)
 def test_a_state_is_loaded_without_what_version_0_1_has_not_written(name: str) -> None:
     """To its end: half a state would be neither the old nor the new one."""
     taker, giver = trained(0), trained()
