@@ -14,6 +14,8 @@ What always holds:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,10 +75,7 @@ class Rates:
         if self.scheduler is None:
             factor = 1.0 if multiplier is None else multiplier
             for group, base in zip(self.optimizer.param_groups, self.base, strict=True):
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].copy_(base * factor)
-                else:
-                    group["lr"] = base * factor
+                _put(group, base * factor)
         self._left = self._now()[0] if self.scheduler is None and multiplier is None else None
         self.used = float(self.optimizer.param_groups[0]["lr"])
 
@@ -84,14 +83,21 @@ class Rates:
         """Return the first group's rate under a multiplier."""
         return float(self.base[0] * (1.0 if multiplier is None else multiplier))
 
-    def base_of(self, optimizer: torch.optim.Optimizer) -> list[Any] | None:
-        """Return the rates that a multiplier multiplies, of the groups of one of the optimizers;
-        None: a scheduler sets the rates."""
-        if self.scheduler is not None:
-            return None
+    @contextmanager
+    def tried(self, optimizer: torch.optim.Optimizer, multiplier: float | None) -> Iterator[None]:
+        """Give an optimizer (it may be one of several) the rates that `set` will give it, and put
+        back those that it had."""
+        groups, factor = optimizer.param_groups, 1.0 if multiplier is None else multiplier
+        were = [_own(group["lr"]) for group in groups]
         bases = {id(group): base for group, base
                  in zip(self.optimizer.param_groups, self.base, strict=True)}
-        return [bases[id(group)] for group in optimizer.param_groups]
+        for group in groups if self.scheduler is None else ():
+            _put(group, bases[id(group)] * factor)
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, were, strict=True):
+                _put(group, rate)
 
     @property
     def are_moved(self) -> bool:
@@ -168,6 +174,14 @@ def _as_rate(mine: Any, theirs: Any) -> Any:
     if isinstance(mine, torch.Tensor) and not isinstance(theirs, torch.Tensor):
         return torch.full_like(mine, theirs)
     return as_built(mine, theirs)
+
+
+def _put(group: dict[str, Any], rate: Any) -> None:
+    """Set the rate of a group: in place, where it is a tensor."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].copy_(rate)
+    else:
+        group["lr"] = rate
 
 
 def _own(rate: Any) -> Any:

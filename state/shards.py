@@ -56,8 +56,8 @@ class Shards:
         """True once this worker may have dropped what it was built with."""
         for one in members:
             one.register_state_dict_pre_hook(self._refuse_part)
-        self.mismatch = ""
-        """A parameter for which this worker has computed other bits than its owner."""
+        self.differs = False
+        """True if this worker has computed other bits of a parameter than its owner."""
 
     def _refuse_part(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError where a script would take a part of the state for all of it."""
@@ -76,7 +76,7 @@ class Shards:
     def begin(self, rank: int, hosts: Sequence[int]) -> None:
         """Begin where no rank holds anything: each is to restore what it will hold."""
         self.place(rank, hosts, [set()] * len(hosts))
-        self.held, self.mismatch = set(self.mine), ""
+        self.held, self.differs = set(self.mine), False
 
     def hold_as_built(self, rank: int) -> None:
         """Begin without a checkpoint: the values are those that rank 0 was built with."""

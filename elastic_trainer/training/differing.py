@@ -195,8 +195,7 @@ class GoingBack:
     def part(self, world: World, held: list[Part], among: Sequence[int]) -> None:
         """End this generation: the worker that differs leaves, and the others do the step again."""
         step = self.state.committed
-        # Each vote compares one slice of the state, so after `slices` votes all of it was compared.
-        equal_step = max(step - self.replica.slices, self.restored_step, 0)
+        equal_step = self._equal_step()
         mine = Search(received_of(self.state.received, self.state.ticks), self._outlying_receivers)
         try:
             lost = find_outliers(world, self.launch, self.events, held, among, mine, step=step,
@@ -213,7 +212,12 @@ class GoingBack:
         step = self.state.committed
         if world.rank == 0:
             self.events.emit("worker.shards_differ", step=step)
-        self._withdraw(world, step, max(step - self.replica.slices, self.restored_step, 0))
+        self._withdraw(world, step, self._equal_step())
+
+    def _equal_step(self) -> int:
+        """Return a step at which all workers are known to have held the same bits."""
+        # Each vote compares one slice of the state, so after `slices` votes all of it was compared.
+        return max(self.state.committed - self.replica.slices, self.restored_step, 0)
 
     def _end(self, world: World, lost: Lost, step: int, equal_step: int) -> NoReturn:
         """End the run because a part of the state was lost, with a checkpoint of a holder's state.

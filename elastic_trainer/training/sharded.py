@@ -9,7 +9,7 @@ What always holds:
    finish the step by itself: the gradient, its own part of the optimizer's state, and the new
    parameters of all blocks.
 2. The optimizer sees whole parameters. So each gets the bits of an optimizer that is not sharded,
-   if it treats each parameter by itself (`refusal` proves that).
+   if it treats each parameter by itself (job/shardable.py tries that).
 3. The global norm, the scaler and its look for infinite gradients see the whole gradient.
 4. Each holder of a block compares what it has computed with what the owner has sent. If they
    differ, no majority can tell which is right: all go back to a checkpoint.
@@ -37,6 +37,8 @@ from elastic_trainer.world.collectives import World
 from elastic_trainer.world.generations import StateWithdrawn
 from elastic_trainer.world.shard_moves import held_by_rank, move_shards
 
+Moved = dict[int, list[torch.Tensor]]
+"""The parameters that a step moves, by their blocks."""
 GATHER_BYTES = 32 << 20
 """The most bytes of new parameters that come in one collective, but for a single block."""
 
@@ -69,37 +71,20 @@ class ShardedUpdate:
         if scaler and _has_overflow(scaler, optimizer):
             return
         self._next = self.work.reducer.spare()
-        base = self.state.rates.base_of(optimizer)
-        for blocks in self._batches(optimizer):
-            mine = [p for block in blocks if block in self.shards.owned
-                    for _, p in self._moved(block, optimizer)]
-            with _trying_rates(optimizer, base, multiplier):
+        moved = self._moved(optimizer)
+        for blocks in _batches(moved):
+            mine = [p for block in blocks if block in self.shards.owned for p in moved[block]]
+            with self.state.rates.tried(optimizer, multiplier):
                 computed = self._computed(optimizer, mine)
             self.work.events.reach("shards.computed", step=self.state.committed)
-            self._receive(world, blocks, optimizer, computed)
+            self._receive(world, {block: moved[block] for block in blocks}, computed)
 
-    def _batches(self, optimizer: torch.optim.Optimizer) -> Iterator[list[int]]:
-        """Cut the blocks that the optimizer moves in this step, the same on all workers."""
-        batch, size = list[int](), 0
-        for block in range(len(self.shards.blocks)):
-            more = sum(p.numel() * p.element_size() for _, p in self._moved(block, optimizer))
-            if batch and size + more > GATHER_BYTES:
-                yield batch
-                batch, size = [], 0
-            if more:
-                batch.append(block)
-                size += more
-        if batch:
-            yield batch
-
-    def _moved(self, block: int, optimizer: torch.optim.Optimizer) -> list[tuple[str, Any]]:
-        """Return the parameters of a block that have a gradient for the optimizer of this phase."""
-        its = self._of_phase(optimizer)
-        return [(name, p) for name, p in self.shards.of(block)
-                if p.grad is not None and id(p) in its]
-
-    def _of_phase(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    def _moved(self, optimizer: torch.optim.Optimizer) -> Moved:
+        """Return the parameters that have a gradient for the optimizer of this phase, by block."""
+        its = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        every = {block: [p for _, p in self.shards.of(block) if p.grad is not None and id(p) in its]
+                 for block in range(len(self.shards.blocks))}
+        return {block: parameters for block, parameters in every.items() if parameters}
 
     def _computed(self, optimizer: torch.optim.Optimizer,
                   parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -110,50 +95,39 @@ class ShardedUpdate:
             with _tried(self.state, optimizer, parameters), self._alone(parameters):
                 optimizer.step()
                 return torch.cat([_bytes_of(p) for p in parameters])
-        except Exception as error:
+        except Exception as error:  # the others wait for these bytes; the vote informs them
             self.error = error
             return torch.cat([_bytes_of(p) for p in parameters])
 
-    def _receive(self, world: World, blocks: Sequence[int], optimizer: torch.optim.Optimizer,
-                 mine: torch.Tensor) -> None:
-        whole, at = world.allgather(mine, "shards.parameters"), 0
-        views = dict(zip(map(id, self.flat.gradients.parameters), self._room.gradients,
-                         strict=True))
-        for rank in range(world.size):
-            for block in blocks:
-                for _, p in (self._moved(block, optimizer)
-                             if self.shards.holders[block][0] == rank else ()):
-                    size = p.numel() * p.element_size()
-                    piece = whole[at : at + size]
-                    if piece.storage_offset() % p.element_size():
-                        piece = piece.clone()
-                    views[id(p)].copy_(piece.view(p.dtype).view(p.shape))
-                    at += size
+    def _receive(self, world: World, moved: Moved, mine: torch.Tensor) -> None:
+        whole, at, views = world.allgather(mine, "shards.parameters"), 0, self._new_values()
+        for block in sorted(moved, key=lambda block: (self.shards.holders[block][0], block)):
+            for p in moved[block]:
+                size = p.numel() * p.element_size()
+                piece = whole[at : at + size]
+                if piece.storage_offset() % p.element_size():
+                    piece = piece.clone()
+                views[id(p)].copy_(piece.view(p.dtype).view(p.shape))
+                at += size
 
-    @property
-    def _room(self) -> Sums:
-        assert self._next is not None
-        return self._next
+    def _new_values(self) -> dict[int, torch.Tensor]:
+        """Return where the new values of parameters are, by their ids; {}: there are none."""
+        return {} if self._next is None else dict(zip(
+            map(id, self.flat.gradients.parameters), self._next.gradients, strict=True))
 
     def apply(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Step what this worker holds, and take over the new values of all other parameters."""
-        self.is_prepared = False
-        moved = [(name, p) for block in range(len(self.shards.blocks))
-                 for name, p in self._moved(block, optimizer)]
-        held = [p for name, p in moved if self.shards.holds(name)]
+        moved, new = self._moved(optimizer), self._new_values()
+        held = [p for block in moved if block in self.shards.held for p in moved[block]]
         with self._alone(held):
             step()
-        if self._next is None:
-            return  # the scaler has skipped the step
-        views = dict(zip(map(id, self.flat.gradients.parameters), self._next.gradients,
-                         strict=True))
-        for name, p in moved:
-            new = views[id(p)]
-            if not self.shards.holds(name):
-                p.copy_(new)
-            elif not _are_same(p, new.to(p.dtype)) and not self.shards.mismatch:
-                self.shards.mismatch = name
-        self._next = None
+        for block, parameters in moved.items() if new else ():  # else the scaler has skipped it
+            for p in parameters:
+                if block not in self.shards.held:
+                    p.copy_(new[id(p)])
+                elif not _are_same(p, new[id(p)].to(p.dtype)):
+                    self.shards.differs = True
+        self.is_prepared, self._next = False, None
 
     @contextmanager
     def _alone(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -221,27 +195,18 @@ def _tried(state: LiveState, optimizer: torch.optim.Optimizer,
         state.is_applying = False
 
 
-@contextmanager
-def _trying_rates(optimizer: torch.optim.Optimizer, base: Sequence[Any] | None,
-                  multiplier: float | None) -> Iterator[None]:
-    """Give the groups the rates of the step in flight, and put back those that they had."""
-    groups = optimizer.param_groups
-    were = [group["lr"].clone() if isinstance(group["lr"], torch.Tensor) else group["lr"]
-            for group in groups]
-
-    def put(rates: Sequence[Any]) -> None:
-        for group, rate in zip(groups, rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
-
-    if base is not None:
-        put([one * (1.0 if multiplier is None else multiplier) for one in base])
-    try:
-        yield
-    finally:
-        put(were)
+def _batches(moved: Moved) -> Iterator[list[int]]:
+    """Cut the blocks into batches, the same on all workers."""
+    batch, size = list[int](), 0
+    for block, parameters in moved.items():
+        more = sum(p.numel() * p.element_size() for p in parameters)
+        if batch and size + more > GATHER_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(block)
+        size += more
+    if batch:
+        yield batch
 
 
 def _has_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:

@@ -191,7 +191,7 @@ class Replica:
                 more = self._kept(name, parameter, low, high)
                 held, weights = held + more, weights + [weight] * len(more)
         parts = Copied(held).parts(held)
-        return bool(shards.mismatch) + sum(
+        return shards.differs + sum(
             weight * value for weight, (_, value) in zip(weights, parts, strict=True))
 
     def _attributes_held(self, index: int, slices: int) -> list[Held]:
