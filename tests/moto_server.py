@@ -6,7 +6,8 @@ instances in its groups.
 moto's groups give on-demand instances whatever their policy says; `give_spot` mends that in the
 server's process. All of its images have 15 GB; by `give_sizes` one that is tagged with another size
 has that. A stopped machine says of a public address that it has none, where EC2 says nothing of
-one: `say_nothing_of_addresses` mends that.
+one: `say_nothing_of_addresses` mends that. A request that clients repeat makes a second endpoint:
+`make_endpoints_once` mends that.
 """
 
 from __future__ import annotations
@@ -96,6 +97,29 @@ def say_nothing_of_addresses() -> None:
     NetworkInterface.association = property(lambda interface: output(interface) or None)
 
 
+def make_endpoints_once() -> None:
+    """Let a request with a known client token return what the first one made, and one that fails
+    make nothing, as EC2 does: clients repeat a request whose answer was an error or was lost."""
+    from moto.ec2.models.vpcs import VPCBackend  # type: ignore[import-not-found]
+
+    create = VPCBackend.create_vpc_endpoint
+
+    def create_once(backend: Any, *args: Any, client_token: str | None = None,
+                    **options: Any) -> Any:
+        for made in list(backend.vpc_end_points.values()):
+            if client_token and made.client_token == client_token:
+                return made
+        before = set(backend.vpc_end_points)
+        try:
+            return create(backend, *args, client_token=client_token, **options)
+        except Exception:
+            for new in set(backend.vpc_end_points) - before:
+                del backend.vpc_end_points[new]
+            raise
+
+    VPCBackend.create_vpc_endpoint = create_once
+
+
 if __name__ == "__main__":
     sys.path.pop(0)  # the tests' folder: its names are not moto's
     from moto.server import main  # type: ignore[import-not-found]
@@ -103,4 +127,5 @@ if __name__ == "__main__":
     give_spot()
     give_sizes()
     say_nothing_of_addresses()
+    make_endpoints_once()
     main()

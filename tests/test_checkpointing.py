@@ -306,6 +306,9 @@ def test_a_run_without_a_store_asks_nothing_and_does_nothing(tmp_path: Path) -> 
     loop.publish_now(peers, lambda ballot: pytest.fail("it votes"))
     loop.write_last(0)
     loop.write_while_waiting()
+    with pytest.raises(RuntimeError, match="changed what its script has built"):
+        loop.restore(peers)  # it has trained
+    fleet.states[0].committed = 0
     assert loop.restore(peers) is None and loop.withdraw(peers, 0) == -1
     assert not (loop.is_saving() or loop.is_moving() or loop.fenced) and loop.newest_step() == -1
     assert not files(tmp_path, PARTS)

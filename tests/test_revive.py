@@ -164,6 +164,7 @@ def test_nothing_is_written_when_the_memory_is_full(left_behind: LeftBehind) -> 
 
 PROCESS = """
 import ctypes, hashlib, os, socket, subprocess, sys
+from contextlib import suppress
 from pathlib import Path
 from elastic_trainer.world import revive
 from test_revive import bytes_of, pack, trained
@@ -177,6 +178,12 @@ if "ELASTIC_TRAINER_REVIVED_FROM" not in os.environ:
     code = f"from elastic_trainer.world import revive; print(revive.read_live_state({memory}))"
     subprocess.run([sys.executable, "-c", code], pass_fds=[memory])
     print(os.getpid(), sha(state.values()), flush=True)
+    closed = os.closerange
+    def close_once_more(low, high):  # as a thread of the library does, by the number it knows
+        closed(low, high)
+        with suppress(OSError):
+            os.close(listener.fileno())
+    os.closerange = close_once_more
     revive.on_terminate(
         lambda error: revive.start_anew(revive.write_live_state(state, {}, {}), 3, 51, 1.5))
     ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()  # what an uncaught C++ exception calls
@@ -209,8 +216,24 @@ def test_the_state_is_refused_when_another_process_has_left_it(lives: list[str])
 
 def test_the_same_process_goes_on_when_an_exception_of_the_library_would_abort_it(
         lives: list[str]) -> None:
-    """Same pid, same command, same bytes; its sockets are closed, and its number counts on."""
+    """Same pid, same command, same bytes; its sockets are closed, and its number counts on. A
+    thread that still closes a socket closes nothing of the state."""
     assert lives[2] == f"{lives[1]} 3 51 0"
+
+
+def test_one_thread_restarts_the_process() -> None:
+    """Its restart closes what the others use: their exceptions are no restarts of their own."""
+    code = """
+import threading
+from elastic_trainer.world import revive
+revive.begin_once()
+other = threading.Thread(target=lambda: (revive.begin_once(), print("again")), daemon=True)
+other.start()
+other.join(0.2)
+print(other.is_alive())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "True\n"
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only there the text is read")

@@ -258,8 +258,7 @@ class Generations:
     # --- what breaks a generation from another thread -------------------------------------------
 
     def _guard(self, live_state: Callable[[], Any]) -> None:
-        """Restart in place instead of the abort by which Horovod ends all members if one dies in
-        init."""
+        """Restart in place where Horovod would abort all members because one has died in init."""
         if not self.driver.is_mended:
             return  # plain horovodrun would take the restart for a death
         self.is_guarded, self._live_state = True, live_state
@@ -269,9 +268,10 @@ class Generations:
         """Restart this process in place, with its live state. Does not return."""
         if not self.is_guarded:
             os.abort()  # the training has ended and has returned its result
+        revive.begin_once()
         self.driver.revive_soon()
-        where = where or ("init" if self._session.is_starting else "training")
-        self.events.emit("worker.revives", where=where, error=error)
+        during = "init" if self._session.is_starting else "training"
+        self.events.emit("worker.revives", where=where or during, error=error)
         self.events.flush()
         self._session.take_back_environment()  # the successor must not take it for the user's
         self._note_end()

@@ -135,22 +135,29 @@ def read_live_state(descriptor: int,
 _once = threading.Lock()
 
 
+def begin_once() -> None:
+    """Return to the first caller alone. The restart of one thread closes what others use, and their
+    exceptions would restart the process too."""
+    if not _once.acquire(blocking=False):
+        threading.Event().wait()
+
+
 def start_anew(live_state: int | None, generation: int, count: int, since: float) -> None:
     """Replace this process by a new one of the same command and pid. Does not return.
 
-    Only the first call has an effect. The other arguments become `Launch.revived_…`.
+    The other arguments become `Launch.revived_…`.
     """
-    if not _once.acquire(blocking=False):
-        threading.Event().wait()
     os.environ["ELASTIC_TRAINER_REVIVED_GENERATION"] = str(generation)
     os.environ["ELASTIC_TRAINER_REVIVED_COUNT"] = str(count)
     os.environ["ELASTIC_TRAINER_REVIVED_SINCE"] = str(since)
     os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = ""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the failed thread may have blocked signals
+    kept = 65536 if live_state is None else live_state
     if live_state is not None:
-        live_state = os.dup2(live_state, 3)  # the lowest, so that all others can be closed
-        os.set_inheritable(live_state, True)  # dup2 does not do it if the descriptor is 3 already
+        # It keeps its number: a thread may yet close a number that it had opened before.
+        os.set_inheritable(live_state, True)
         os.environ["ELASTIC_TRAINER_REVIVED_FROM"] = str(live_state)
     # Peers would wait for Gloo's sockets, which the new process would inherit.
-    os.closerange(3 if live_state is None else 4, 65536)
+    os.closerange(3, kept)
+    os.closerange(kept + 1, 65536)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
