@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from faults import RELEASED, Plan
+from faults import RELEASED, Plan, asked_for
 from folds import host_seconds
 
 from elastic_trainer.events.log import EVENTS_FILE, read_events
@@ -286,6 +286,10 @@ class Cluster:
     def release(self) -> None:
         """Let the workers go on that the plan holds."""
         (self.folder / RELEASED).touch()
+
+    def ask_for(self, number: int) -> None:
+        """Let a fault of the plan fire that waits for it (Plan.add, is_asked_for)."""
+        asked_for(self.folder, number).touch()
 
     def wait_until_fired(self, count: int | None = None) -> None:
         """Wait until the plan's faults (or `count` of them) have fired."""

@@ -39,14 +39,17 @@ class Plan:
     faults: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, do: str, *, at: str, host: str | None = None, step: int | None = None,
-            generation: int | None = None, after: int = 0, **facts: Any) -> Plan:
+            generation: int | None = None, after: int = 0, is_asked_for: bool = False,
+            **facts: Any) -> Plan:
         """Add a fault: `do` when a worker on `host` (any, if None) reaches the point `at` with
-        these facts, and the first `after` faults of the plan have fired."""
+        these facts, and the first `after` faults of the plan have fired. `is_asked_for`: not
+        before the test asks for it (Cluster.ask_for)."""
         assert at in POINTS, at
         wanted = {k: v for k, v in {"step": step, "generation": generation, **facts}.items()
                   if v is not None}
         self.faults.append({"do": do, "at": at, "host": host, "facts": wanted,
-                            "number": len(self.faults), "after": after})
+                            "number": len(self.faults), "after": after,
+                            "is_asked_for": is_asked_for})
         return self
 
     def kill(self, **where: Any) -> Plan:
@@ -60,6 +63,11 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as it travels in the environment."""
         return json.dumps(self.faults)
+
+
+def asked_for(folder: Path, number: int) -> Path:
+    """Return the file with which a test asks for a fault of its plan."""
+    return folder / f"asked-for-{number}"
 
 
 def linger(folder: Path, seconds: float = 10.0) -> None:
@@ -101,6 +109,7 @@ class Injector:
     def _is_due(self, fault: dict[str, Any], facts: dict[str, Any]) -> bool:
         return (fault["host"] in (None, self.host)
                 and all(facts.get(name) == value for name, value in fault["facts"].items())
+                and (not fault["is_asked_for"] or asked_for(self.folder, fault["number"]).exists())
                 and all(self._fired(number).exists() for number in range(fault["after"])))
 
     def _fired(self, number: int) -> Path:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -162,6 +163,25 @@ def test_goes_back_when_two_holders_of_a_part_differ(tmp_path: Path, twin_of: Tw
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=0)
         assert cluster.events("worker.shards_differ")
     assert result["attempts"] == 2
+
+
+@pytest.mark.parametrize(("faults", "seed"), [
+    (6, 6), *(pytest.param(50, seed, marks=[pytest.mark.long, pytest.mark.timeout(3000)])
+              for seed in (1, 2, 3))])
+def test_random_faults_one_at_a_time_cost_no_finished_step(tmp_path: Path, faults: int,
+                                                           seed: int) -> None:
+    """Kills and freezes at any moment and at each point of a step, of a transfer and of a move;
+    leaves and joins. Four to six workers on as many hosts, AdamW, one buddy."""
+    command = [sys.executable, str(TESTS / "bench" / "soak.py"), "--shard", "optimizer",
+               "--faults", str(faults), "--seed", str(seed), "--steps-per-fault", "40",
+               "--step-s", "0.06", "--spare-steps", "200", "--keep", str(tmp_path)]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+    print(output)
+    found = json.loads(output.splitlines()[-1])
+    assert found["faults"] == faults == sum(found["kinds"].values())
+    assert found["fired"] == found["planned"] and found["not_evicted"] == []
+    assert (found["second_victims"], found["rollbacks"], found["steps_lost"]) == (0, 0, 0)
+    assert found["finished"] and found["verified"] and found["bits_equal"]
 
 
 # --- who holds what ------------------------------------------------------------------------------
