@@ -166,7 +166,7 @@ def test_goes_back_when_two_holders_of_a_part_differ(tmp_path: Path, twin_of: Tw
 
 
 @pytest.mark.parametrize(("faults", "seed"), [
-    (6, 6), *(pytest.param(50, seed, marks=[pytest.mark.long, pytest.mark.timeout(3000)])
+    (6, 8), *(pytest.param(50, seed, marks=[pytest.mark.long, pytest.mark.timeout(3000)])
               for seed in (1, 2, 3))])
 def test_random_faults_one_at_a_time_cost_no_finished_step(tmp_path: Path, faults: int,
                                                            seed: int) -> None:

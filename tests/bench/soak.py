@@ -12,6 +12,7 @@ Compared with the twin: the same job alone, undisturbed, in one process, without
 Half of the kills and freezes come at any moment, half at a point of the protocol. With --shard at
 most one host is lost at a time: a fault comes only when the newest generation has all parts of the
 optimizer's state where they belong and has finished a step, and no worker that was struck lives.
+It waits for no number of steps; after the last one the run hurries.
 Then no step may be lost; the twin is not sharded.
 
 What grows is measured after 100 faults (--measure-at) and after the last one, when 4 workers train
@@ -169,12 +170,14 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     grown: dict[str, float | None] = dict.fromkeys(f"{name}_100" for name in FOOTPRINT)
     steps = options.steps_per_fault * (options.faults + 1) + options.spare_steps
     alone = ["--steps", str(steps), "--checkpoint-every", "500", "--step-s", str(options.step_s)]
+    alone += ["--layers", "8"] * shard
     job = alone + ["--shard", options.shard, "--buddies", "1"] * shard
     with Cluster(folder, hosts=MOST, start_with=FEWEST, job=job, min_workers=1,
                  plan=plan) as cluster:
         soak = Soak(cluster, chance, is_calm=shard)
         for number, fault in enumerate(faults, 1):
-            cluster.wait_for_step(min(number * options.steps_per_fault, steps - 5))
+            if not shard:
+                cluster.wait_for_step(min(number * options.steps_per_fault, steps - 5))
             cluster.wait_for("world of 4", soak.is_due, 300)
             print(f"fault {number}: {fault.kind} {fault.at}, {len(soak.training())} train",
                   flush=True)

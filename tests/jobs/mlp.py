@@ -75,6 +75,8 @@ parser.add_argument("--fits", type=int, default=1 << 20,
 parser.add_argument("--until", type=int, help="end after this many of the steps")
 parser.add_argument("--shard", help="what is sharded over the workers")
 parser.add_argument("--buddies", type=int, default=1)
+parser.add_argument("--layers", type=int, default=0,
+                    help="this many layers more, so that there are equal parts to shard")
 options = parser.parse_args()
 if injector:
     injector.linger_at_the_end(options.steps, options.step_s)
@@ -155,6 +157,8 @@ class Net(torch.nn.Sequential):
 torch.manual_seed(1)
 model = Net(torch.nn.Linear(20, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(),
             torch.nn.Dropout(0.1), torch.nn.Linear(256, 256), torch.nn.ReLU(),
+            *(layer for _ in range(options.layers)
+              for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU())),
             torch.nn.Linear(256, 4))
 if options.frozen is not None:
     drawn = torch.randn(256, 256, generator=torch.Generator().manual_seed(options.frozen))
