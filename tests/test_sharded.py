@@ -173,8 +173,8 @@ def test_random_faults_one_at_a_time_cost_no_finished_step(tmp_path: Path, fault
     """Kills and freezes at any moment and at each point of a step, of a transfer and of a move;
     leaves and joins. Four to six workers on as many hosts, AdamW, one buddy."""
     command = [sys.executable, str(TESTS / "bench" / "soak.py"), "--shard", "optimizer",
-               "--faults", str(faults), "--seed", str(seed), "--steps-per-fault", "40",
-               "--step-s", "0.06", "--spare-steps", "200", "--keep", str(tmp_path)]
+               "--faults", str(faults), "--seed", str(seed), "--steps-per-fault", "25",
+               "--step-s", "0.1", "--spare-steps", "60", "--keep", str(tmp_path)]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
     print(output)
     found = json.loads(output.splitlines()[-1])

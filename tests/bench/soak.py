@@ -1,8 +1,8 @@
 """A hundred faults in one run of 4 to 6 workers: kill, freeze, leave, join, at random.
 
     .venv/bin/python tests/bench/soak.py [--faults 30] [--steps-per-fault 150] [--measure-at 100]
-    .venv/bin/python tests/bench/soak.py --shard optimizer --faults 50 --steps-per-fault 40 \
-        --step-s 0.06 --spare-steps 400 --seed 1
+    .venv/bin/python tests/bench/soak.py --shard optimizer --faults 50 --steps-per-fault 25 \
+        --step-s 0.1 --spare-steps 60 --seed 1
 
 A fault is due each --steps-per-fault steps, but not before 4 workers train again (a new worker
 boots for about 100 steps), so that the run ends by itself soon after the last one. Data take a
