@@ -10,6 +10,7 @@ file: tests assert that it fired.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import math
@@ -141,6 +142,8 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "terminate":
                 os.kill(os.getpid(), signal.SIGTERM)
+            case "abort":  # as an uncaught exception in a thread of Gloo's does
+                ctypes.CDLL("libstdc++.so.6")._ZSt9terminatev()
             case "crash":
                 sys.exit(1)
             case "hang":

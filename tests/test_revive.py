@@ -65,8 +65,8 @@ def left_behind() -> Iterator[LeftBehind]:
         os.close(descriptor)
 
 
-def written(state: LiveState, gradients: dict[str, torch.Tensor] | None = None) -> int:
-    memory = write_live_state(state, gradients or {}, {"generation": 3})
+def written(state: LiveState, prepared: dict[str, torch.Tensor] | None = None) -> int:
+    memory = write_live_state(state, prepared or {}, {"generation": 3})
     assert memory is not None
     return memory
 
@@ -79,7 +79,7 @@ def test_the_same_bytes_come_back_when_the_same_process_reads_them(left_behind: 
     values = read_live_state(written(state, {"float32": gradient}))
     assert values is not None
     assert bytes_of(pack(values["state"])) == bytes_of(state.packed())
-    assert torch.equal(values["gradients"]["float32"], gradient)
+    assert torch.equal(values["prepared"]["float32"], gradient)
     assert bytes_of(pack(values["in_flight"])) == bytes_of(pack(state.in_flight()))
     assert (values["in_flight"]["prepared"], values["facts"]) == (3, {"generation": 3})
 

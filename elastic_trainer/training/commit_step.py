@@ -135,7 +135,7 @@ class StepEnd:
     def _update(self) -> None:
         job, state = self.job, self.state
         optimizer = members_of(job.optimizer)[state.phase]
-        sharded = self.sharded if self.sharded and self.sharded.is_prepared else None
+        sharded = self.sharded if self.work.update else None
         if not sharded:
             self.flat.divide()
             self.flat.hand_out()

@@ -28,11 +28,10 @@ from typing import Any
 import torch
 
 from elastic_trainer.events.log import Events
-from elastic_trainer.reduce.flat import Sums
 from elastic_trainer.state.holders import lost_blocks
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.shards import Shards
-from elastic_trainer.training.work import Work
+from elastic_trainer.training.work import Update, Work
 from elastic_trainer.world.collectives import World
 from elastic_trainer.world.generations import StateWithdrawn
 from elastic_trainer.world.shard_moves import held_by_rank, move_shards
@@ -50,9 +49,6 @@ class ShardedUpdate:
         self.work, self.state, self.flat = work, work.state, work.flat
         self._ready = ready
         """Makes what is in `.grad` the gradient that the optimizer is to see."""
-        self.is_prepared = False
-        """True if the gradient of the step in flight is ready, and the new parameters are here."""
-        self._next: Sums | None = None
         self.error: Exception | None = None
 
     @property
@@ -64,13 +60,13 @@ class ShardedUpdate:
                 multiplier: float | None, scaler: torch.amp.GradScaler | None) -> None:
         """Let all workers have the new parameters of this step. All call it, before the vote.
         Network. An error of the optimizer is kept for the vote (`error`)."""
-        self.is_prepared = True
+        self.work.update = update = Update()
         self.flat.divide()
         self.flat.hand_out()
         self._ready(optimizer)
         if scaler and _has_overflow(scaler, optimizer):
             return
-        self._next = self.work.reducer.spare()
+        update.new = self.work.reducer.spare().gradients
         moved = self._moved(optimizer)
         for blocks in _batches(moved):
             mine = [p for block in blocks if block in self.shards.owned for p in moved[block]]
@@ -112,8 +108,9 @@ class ShardedUpdate:
 
     def _new_values(self) -> dict[int, torch.Tensor]:
         """Return where the new values of parameters are, by their ids; {}: there are none."""
-        return {} if self._next is None else dict(zip(
-            map(id, self.flat.gradients.parameters), self._next.gradients, strict=True))
+        update = self.work.update
+        return dict(zip(map(id, self.flat.gradients.parameters), update.new, strict=True)
+                    ) if update and update.new else {}
 
     def apply(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Step what this worker holds, and take over the new values of all other parameters."""
@@ -127,7 +124,7 @@ class ShardedUpdate:
                     p.copy_(new[id(p)])
                 elif not _are_same(p, new[id(p)].to(p.dtype)):
                     self.shards.differs = True
-        self.is_prepared, self._next = False, None
+        self.work.update = None
 
     @contextmanager
     def _alone(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -146,7 +143,7 @@ class ShardedUpdate:
     def forget(self, optimizer: torch.optim.Optimizer,
                scaler: torch.amp.GradScaler | None) -> None:
         """Forget what was prepared of a step that broke: it is not applied."""
-        self.error, self.is_prepared, self._next = None, False, None
+        self.error = self.work.update = None
         if scaler:  # else it would take the next gradient for one that it has unscaled
             scaler._per_optimizer_states.pop(id(optimizer), None)
 

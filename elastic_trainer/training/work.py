@@ -10,9 +10,13 @@ What it does not do: replace a checkpoint. The memory file is gone with the mach
 
 from __future__ import annotations
 
+import os
 import secrets
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.amp.grad_scaler import OptState
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.events.log import Events
@@ -64,6 +68,15 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
     return state
 
 
+@dataclass
+class Update:
+    """The update of the step in flight, if the optimizer is sharded. What is in `.grad` is what the
+    optimizer is to see: divided, unscaled and clipped."""
+
+    new: list[torch.Tensor] = field(default_factory=list)
+    """The new values of the trained parameters, in their order; [] if the scaler skips the step."""
+
+
 class Work:
     def __init__(self, job: Job, reduce: str, sending: Sending, events: Events):
         self.job, self.reduce, self.events = job, reduce, events
@@ -78,6 +91,7 @@ class Work:
             self.reducer = RingReducer(
                 self.flat, job.schedule.microbatches, sending, lambda **facts: events.emit(
                     "worker.gradients_compressed", step=self.state.committed, **facts))
+        self.update: Update | None = None
         self.scaling = Scaling(job.scaler, self.flat.gradients)
         self.fit = Fit()
         self._steps = 0
@@ -170,14 +184,36 @@ class Work:
     def leave(self, handed_over: int) -> int | None:
         """Write the live state, and return the descriptor of its memory; None if it is half
         changed. `handed_over`: the phases after which the user's code has run."""
-        if (shards := self.state.shards) and self.state.is_prepared:
-            return None  # the new parameters that others have sent are in no state
-        gradients = ({str(kind).removeprefix("torch."): sums
-                      for kind, sums in self.flat.sums.items()}
-                     if self.state.is_prepared else {})
+        shards = self.state.shards
+        held = sorted(shards.held) if shards else []
         facts = {"trained": self.flat.trained, "handed_over": handed_over,
-                 "fit": self.fit.to_dict(), "held": sorted(shards.held) if shards else []}
-        return revive.write_live_state(self.state, gradients, facts)
+                 "fit": self.fit.to_dict(), "held": held}
+        prepared = self._prepared() if self.state.is_prepared else {}
+        memory = revive.write_live_state(self.state, prepared, facts)
+        if memory is not None and shards and held != sorted(shards.held):
+            os.close(memory)  # parts have moved meanwhile: the copy may have half of one
+            return None
+        return memory
+
+    def _prepared(self) -> dict[str, Any]:
+        """Return what a successor needs to apply the step in flight, beside the state."""
+        gradients, update = self.flat.gradients, self.update
+        prepared: dict[str, Any] = {"sums": {
+            str(kind).removeprefix("torch."): sums for kind, sums in self.flat.sums.items()}}
+        if update:
+            # `.grad` of the others is a view of the sums.
+            prepared |= {"new": update.new, "narrow": [
+                parameter.grad for parameter, is_narrow in zip(
+                    gradients.parameters, gradients.narrow, strict=True) if is_narrow],
+                "infinite": self._infinite()}
+        return prepared
+
+    def _infinite(self) -> dict[str, float]:
+        """Return what the scaler has found when it unscaled the gradient, by device."""
+        scaler = self.job.scaler
+        states = scaler._per_optimizer_states if scaler else {}
+        return {str(device): float(found) for state in states.values()
+                for device, found in state["found_inf_per_device"].items()}
 
     def take_up(self, memory: int | None) -> int | None:
         """Go on with the live state that this process left; return its `handed_over`. None: there
@@ -190,8 +226,26 @@ class Work:
             shards.held = set(values["facts"]["held"])
         self.state.take_up(values["state"], values["in_flight"])
         self.fit = Fit(**values["facts"]["fit"])
-        if values["gradients"]:
+        if prepared := values["prepared"]:
             self.reducer.lay_out(values["facts"]["trained"])
-        for name, tensor in values["gradients"].items():
-            self.flat.sums[getattr(torch, name)].copy_(tensor)
+            for name, tensor in prepared["sums"].items():
+                self.flat.sums[getattr(torch, name)].copy_(tensor)
+            if "new" in prepared:
+                self._take_up_update(prepared)
         return int(values["facts"]["handed_over"])
+
+    def _take_up_update(self, prepared: dict[str, Any]) -> None:
+        """Hold the update of the step in flight as this process has left it (`_prepared`)."""
+        gradients, kept = self.flat.gradients, iter(prepared["narrow"])
+        self.update = Update([tensor.to(self.job.device) for tensor in prepared["new"]])
+        self.flat.hand_out()
+        for parameter, is_narrow in zip(gradients.parameters, gradients.narrow, strict=True):
+            if is_narrow and (gradient := next(kept)) is not None:
+                parameter.grad = gradient.to(parameter.device)
+        if self.job.scaler and prepared["infinite"]:
+            optimizer = members_of(self.job.optimizer)[self.state.phase]
+            self.job.scaler._per_optimizer_states[id(optimizer)] = {
+                "stage": OptState.UNSCALED,
+                "found_inf_per_device": {
+                    torch.device(device): torch.full((), found, device=device)
+                    for device, found in prepared["infinite"].items()}}

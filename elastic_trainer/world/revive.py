@@ -80,11 +80,11 @@ def _uncaught() -> str:
     return (_WHAT(what)(thrown) or b"").decode(errors="replace")
 
 
-def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
+def write_live_state(state: LiveState, prepared: dict[str, Any],
                      facts: dict[str, Any]) -> int | None:
     """Write the live state for this process's successor; return the descriptor of its memory.
 
-    Returns None if this process holds no whole state. `gradients` are the reduced flat buffers if
+    Returns None if this process holds no whole state. `prepared` has the reduced flat buffers if
     the state is prepared: the vote may have passed on another worker.
     """
     if not state.has_state or state.is_applying:
@@ -92,7 +92,7 @@ def write_live_state(state: LiveState, gradients: dict[str, torch.Tensor],
     step = state.ticks, state.begun
     packed = pack({
         "pid": os.getpid(), "state": state.values(), "in_flight": state.in_flight(),
-        "gradients": gradients, "facts": json.dumps(facts)}, state.classes)
+        "prepared": prepared, "facts": json.dumps(facts)}, state.classes)
     try:
         descriptor = os.memfd_create("live-state")
     except OSError:

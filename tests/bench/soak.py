@@ -203,8 +203,8 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     (folder / "hurry").touch()
     twin = weights_alone([*JOB, *alone], folder, None)
     return {
-        "seed": options.seed, "faults": len(faults), "fired": len(cluster.fired()),
-        "planned": len(plan.faults),
+        "seed": options.seed, "faults": len(faults), "struck": len(soak.struck),
+        "lost": len(cluster.lost()),
         "second_victims": len(victims) + len([e for e in revivals if e["where"] != "init"]),
         "bits_equal": result["weights_sha256"] == twin, "rollbacks": rollbacks,
         "steps_lost": len(done) - len({e["step"] for e in done}),
