@@ -5,6 +5,7 @@ the fleet does; no part is lost with one host; a checkpoint of either resumes as
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -17,6 +18,9 @@ import torch
 from cluster import TESTS, Cluster, weights_alone
 from faults import Plan
 
+from elastic_trainer.events.log import Events
+from elastic_trainer.options import OF_TRAINER
+from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.state.holders import (
     blocks_of,
     holders_of,
@@ -24,8 +28,14 @@ from elastic_trainer.state.holders import (
     moves_between,
 )
 from elastic_trainer.state.shards import Shards
+from elastic_trainer.state.values.layout import pack
+from elastic_trainer.training.commit_step import StepEnd
+from elastic_trainer.training.job.job import checked
+from elastic_trainer.training.job.settings import in_force
 from elastic_trainer.training.job.shardable import shard_refusal
+from elastic_trainer.training.work import Work
 from elastic_trainer.views.verify import verify
+from elastic_trainer.world.replicas import checksum
 
 Twin = Callable[..., str]
 FEW = ("--steps", "40")
@@ -92,6 +102,65 @@ def test_a_restart_in_place_before_apply_keeps_parts_and_new_parameters(
         assert verify(cluster.run_dir).is_proved, cluster.story()
     result = json.loads((cluster.run_dir / "result.json").read_text())
     assert (result["attempts"], result["weights_sha256"]) == (1, twin)
+
+
+class Echo:
+    """A world whose other members send nothing."""
+
+    rank, size = 0, 2
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return tensor
+
+
+def in_flight(scale: float | None) -> tuple[Work, StepEnd]:
+    """Return the work of a worker in its first step, with reduced gradients: of parameters in 32
+    bits and, without a scaler, in 16."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 4))
+    if scale is None:
+        model[1].to(torch.bfloat16)
+    scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=8.0)
+    given = {"global_batch": 8, "until": "1 epoch", "clip_norm": 0.5, "shard": "optimizer",
+             "scaler": scaler}
+    job = checked(model, torch.optim.AdamW(model.parameters()), list(range(32)),
+                  in_force(given, OF_TRAINER), words=OF_TRAINER)
+    work = Work(job, "exact", Sending(), Events(None))
+    assert work.state.shards
+    work.state.has_state = True
+    work.state.shards.hold_as_built(0)
+    work.state.shards.place(0, [0], [work.state.shards.held])
+    work.state.begin()
+    sums = work.flat.sums
+    for gradient in sums.gradients:
+        gradient.copy_(torch.randn(gradient.shape) * (scale or 1.0))
+    sums.counts.fill_(1)
+    sums.used.fill_(1)
+    return work, StepEnd(work)
+
+
+@pytest.mark.parametrize("scale", (None, 8.0, math.inf), ids=("16 bits", "scaled", "skipped"))
+def test_what_a_restart_leaves_of_a_prepared_step_is_applied_to_the_same_bits(
+        scale: float | None) -> None:
+    """The gradient is divided, unscaled and clipped once, and the scaler knows what it has
+    found."""
+    (work, end), (successor, its_end) = in_flight(scale), in_flight(scale)
+    assert end.sharded
+    with torch.no_grad():
+        end.sharded.prepare(Echo(), work.job.optimizer, None, work.job.scaler)
+    work.state.prepare()
+    for tensor in successor.flat.sums.values():
+        tensor.zero_()
+    assert successor.take_up(work.leave(0)) == 0 and successor.state.is_prepared
+    for one in (end, its_end):
+        with torch.no_grad():
+            one._update()
+    assert end.sharded.shards.held == its_end.sharded.shards.held != set()
+    assert checksum(work.replica.all_parts()) == checksum(successor.replica.all_parts())
+    assert pack(work.state.values()).header == pack(successor.state.values()).header
+    for mine, its in zip(pack(work.state.values()).tensors,
+                         pack(successor.state.values()).tensors, strict=True):
+        assert torch.equal(mine, its)
 
 
 def test_goes_back_to_a_checkpoint_when_both_holders_of_a_part_are_lost(tmp_path: Path,

@@ -167,7 +167,6 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     for fault in faults:
         if fault.at:
             plan.add(fault.kind, at=fault.at, is_asked_for=True)
-    grown: dict[str, float | None] = dict.fromkeys(f"{name}_100" for name in FOOTPRINT)
     steps = options.steps_per_fault * (options.faults + 1) + options.spare_steps
     alone = ["--steps", str(steps), "--checkpoint-every", "500", "--step-s", str(options.step_s)]
     alone += ["--layers", "8"] * shard
@@ -175,18 +174,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     with Cluster(folder, hosts=MOST, start_with=FEWEST, job=job, min_workers=1,
                  plan=plan) as cluster:
         soak = Soak(cluster, chance, is_calm=shard)
-        for number, fault in enumerate(faults, 1):
-            if not shard:
-                cluster.wait_for_step(min(number * options.steps_per_fault, steps - 5))
-            cluster.wait_for("world of 4", soak.is_due, 300)
-            print(f"fault {number}: {fault.kind} {fault.at}, {len(soak.training())} train",
-                  flush=True)
-            soak.strike(fault)
-            if number in (options.measure_at, options.faults) and not shard:
-                now = calm_footprint(soak)
-                grown |= {f"{name}_100": value
-                          for name, value in now.items()} if number == options.measure_at else {}
-                grown |= {f"{name}_end": value for name, value in now.items()}
+        grown = played(soak, faults, options, steps)
         if shard:
             cluster.wait_for("settled world", soak.is_due, 300)
             (folder / "hurry").touch()
@@ -219,6 +207,25 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "victims": [{k: e[k]
                      for k in ("worker", "exit_code", "reason")} for e in victims]
     }
+
+
+def played(soak: Soak, faults: Sequence[Fault], options: argparse.Namespace,
+           steps: int) -> dict[str, float | None]:
+    """Let the faults happen, each when it is due; return what has grown."""
+    grown: dict[str, float | None] = dict.fromkeys(f"{name}_100" for name in FOOTPRINT)
+    cluster = soak.cluster
+    for number, fault in enumerate(faults, 1):
+        if not soak.is_calm:
+            cluster.wait_for_step(min(number * options.steps_per_fault, steps - 5))
+        cluster.wait_for("world of 4", soak.is_due, 300)
+        print(f"fault {number}: {fault.kind} {fault.at}, {len(soak.training())} train", flush=True)
+        soak.strike(fault)
+        if number in (options.measure_at, options.faults) and not soak.is_calm:
+            now = calm_footprint(soak)
+            grown |= {f"{name}_100": value
+                      for name, value in now.items()} if number == options.measure_at else {}
+            grown |= {f"{name}_end": value for name, value in now.items()}
+    return grown
 
 
 def calm_footprint(soak: Soak) -> dict[str, float]:
