@@ -17,6 +17,7 @@ What always holds:
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,6 +28,9 @@ from elastic_trainer.reduce.gradient_sums import AppliedGradient
 from elastic_trainer.state.values.layout import unpack
 from elastic_trainer.training.stages import Begun, Finished, PhaseFinished, Stage
 from elastic_trainer.training.work import Work
+
+CHANGES_S = 5.0
+"""The longest time that a restart in place waits for the end of a change of the state."""
 
 
 class StopRequest:
@@ -85,8 +89,16 @@ class AfterStep:
 
     def leave(self) -> int | None:
         """Leave the live state to this process's successor, and return the descriptor of its
-        memory; None if it is half changed."""
-        return None if self.is_running else self.work.leave(self.ticks)
+        memory; None if it is half changed. Of an optimizer that is sharded no other worker has all:
+        then another thread than the main one waits for the end of the change."""
+        must_wait = (self.state.shards and self.state.has_state
+                     and threading.current_thread() is not threading.main_thread())
+        latest = time.monotonic() + (CHANGES_S if must_wait else 0.0)
+        while True:
+            memory = None if self.is_running else self.work.leave(self.ticks)
+            if memory is not None or time.monotonic() >= latest:
+                return memory
+            time.sleep(0.005)
 
     def take_up(self, memory: int | None) -> bool:
         """Go on with the live state that this process left; returns whether there was one."""

@@ -273,10 +273,10 @@ class Generations:
         during = "init" if self._session.is_starting else "training"
         self.events.emit("worker.revives", where=where or during, error=error)
         self.events.flush()
+        live_state = self._live_state()
         self._session.take_back_environment()  # the successor must not take it for the user's
         self._note_end()
-        count = self.driver.count + 1
-        revive.start_anew(self._live_state(), self._generation, count, self._left_at)
+        revive.start_anew(live_state, self._generation, self.driver.count + 1, self._left_at)
 
     def _on_broken(self) -> None:
         """End the collectives that wait for a lost member. The heartbeats' thread calls it."""

@@ -1,7 +1,7 @@
 """A hundred faults in one run of 4 to 6 workers: kill, freeze, leave, join, at random.
 
     .venv/bin/python tests/bench/soak.py [--faults 30] [--steps-per-fault 150] [--measure-at 100]
-    .venv/bin/python tests/bench/soak.py --shard optimizer --faults 50 --steps-per-fault 25 \
+    .venv/bin/python tests/bench/soak.py --shard optimizer --faults 50 --steps-per-fault 20 \
         --step-s 0.1 --spare-steps 60 --seed 1
 
 A fault is due each --steps-per-fault steps, but not before 4 workers train again (a new worker
