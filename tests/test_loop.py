@@ -41,7 +41,13 @@ from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.stores.store import StoreRefused
 from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.training.failures import LossNotFinite, PeerFailed, UserExited
-from elastic_trainer.training.job.job import Job, Result, describe, fewest_samples
+from elastic_trainer.training.job.job import (
+    Job,
+    Result,
+    describe,
+    fewest_samples,
+    require_one_device,
+)
 from elastic_trainer.training.loop import Loop, hooks_of
 from elastic_trainer.training.trainer import Loss, drive, train
 from elastic_trainer.training.warm_up import rehearse
@@ -563,6 +569,15 @@ def test_objects_that_cannot_work_are_refused_at_the_start(
     model.requires_grad_(is_trained)
     with pytest.raises(ConfigError, match=named):
         trained(model, **({"optimizer": optimizer} | changes))
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    """Its parts are named. What is not trained may be on the CPU. ("meta" stands for a device.)"""
+    layers = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3, device="meta"))
+    with pytest.raises(ConfigError, match=r"0.weight on cpu, 1.weight on meta\), but each"):
+        require_one_device(layers)
+    layers[0].requires_grad_(False)
+    require_one_device(layers)
 
 
 def test_an_exception_leaves_with_its_own_type_when_the_users_loss_raises() -> None:

@@ -39,6 +39,7 @@ from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.checkpoints.cadence import Cadence
 from elastic_trainer.state.checkpoints.checkpoint import Plan
+from elastic_trainer.state.values.names import named_parameters
 from elastic_trainer.state.values.supported import refusal, refused_dataset
 from elastic_trainer.training.job.averages import Average, Swa, average_of, extras_with, shown
 from elastic_trainer.training.job.optimizers import (
@@ -233,7 +234,23 @@ def require_model(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> t
     for one in members_of(optimizer):
         if why := refusal(model, one):
             raise ConfigError(why)
+    require_one_device(model)
     return trained[0].device
+
+
+def require_one_device(model: torch.nn.Module) -> None:
+    """Raise ConfigError if a model's parameters are on several devices. What is not trained may be
+    on the CPU."""
+    first: dict[torch.device, str] = {}
+    for name, parameter in named_parameters(model).items():
+        if parameter.requires_grad or parameter.device.type != "cpu":
+            first.setdefault(parameter.device, name)
+    if len(first) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ConfigError(
+            f"the model is on several devices ({where}), but each worker trains it on one: its "
+            f"gradients are summed in one buffer. Put all of it on one device, without device_map; "
+            f"docs/guide/large.md has what needs less memory.")
 
 
 def require_shardable(optimizer: torch.optim.Optimizer, shard: str | None) -> None:
