@@ -80,9 +80,10 @@ def end_turn() -> None:
 
 
 def is_running(pid: int) -> bool:
-    """True while a process is there and no zombie."""
+    """True while a process runs: it is no zombie, and has not given up its memory (it dies)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        return state not in "ZX" and not Path(f"/proc/{pid}/statm").read_text().startswith("0 ")
     except OSError:  # gone before the open, or before the read
         return False
 
