@@ -80,6 +80,14 @@ def launchers_variables() -> dict[str, str]:
 
 
 @pytest.fixture(autouse=True)
+def no_compiled_programs() -> None:
+    """Forget that an earlier test in this process has compiled a program: modules beside the model
+    are not followed where one was (training/warm_up.py)."""
+    if "torch._dynamo.utils" in sys.modules:
+        sys.modules["torch._dynamo.utils"].counters.clear()
+
+
+@pytest.fixture(autouse=True)
 def only_declared_events(request: pytest.FixtureRequest,
                          monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fail a test in whose process an event is emitted that differs from its declaration
