@@ -104,17 +104,19 @@ def make_endpoints_once() -> None:
 
     create = VPCBackend.create_vpc_endpoint
 
-    def create_once(backend: Any, *args: Any, client_token: str | None = None,
-                    **options: Any) -> Any:
-        for made in list(backend.vpc_end_points.values()):
-            if client_token and made.client_token == client_token:
-                return made
-        before = set(backend.vpc_end_points)
+    def made_with(backend: Any, token: str | None) -> list[Any]:
+        return [made for made in list(backend.vpc_end_points.values())
+                if token and made.client_token == token]
+
+    def create_once(backend: Any, client_token: str | None = None, **options: Any) -> Any:
+        if known := made_with(backend, client_token):
+            return known[0]
         try:
-            return create(backend, *args, client_token=client_token, **options)
+            return create(backend, client_token=client_token, **options)
         except Exception:
-            for new in set(backend.vpc_end_points) - before:
-                del backend.vpc_end_points[new]
+            # By the token: other threads make endpoints at the same time.
+            for made in made_with(backend, client_token):
+                del backend.vpc_end_points[made.id]
             raise
 
     VPCBackend.create_vpc_endpoint = create_once
