@@ -168,6 +168,18 @@ class Reader:
             if segments(run_dir) == sealed:  # else the size may be that of a segment before
                 return cls(run_dir, Position(max(sealed, default=0) + 1, size))
 
+    @classmethod
+    def since(cls, run_dir: Path, moment: float) -> Reader:
+        """Return a reader from the first event on that has this time, or a later one (seconds since
+        the epoch). It looks in the newest segment only."""
+        look = cls(run_dir, Position(cls.at_end(run_dir).position.segment))
+        position = look.position
+        for line in look.lines():
+            if (event := parse(line)) and event["time"] >= moment:
+                break
+            position = look.position
+        return cls(run_dir, position)
+
     def is_lost(self) -> bool:
         """True if the log ends before this reader's position: it is another log."""
         sealed = segments(self.run_dir)
