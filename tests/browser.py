@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from packages import install
 from s3_servers import Unavailable
 
 PROGRAM = "/usr/bin/chromium"
@@ -18,17 +17,9 @@ BLOCKED = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
 
 def prepare() -> None:
     """Install Chromium if it is missing. Raises Unavailable."""
-    if os.path.exists(PROGRAM):
-        return
-    if os.geteuid() != 0 or not shutil.which("apt-get"):
-        raise Unavailable("Chromium is not here, and this user cannot install it: apt-get install "
-                          "chromium")
-    for command in ("update --quiet", "install --yes --quiet --no-install-recommends chromium"):
-        done = subprocess.run(["apt-get", "-o", "DPkg::Lock::Timeout=120", *command.split()],
-                              env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
-                              capture_output=True, text=True)
+    why = "" if os.path.exists(PROGRAM) else install("chromium")
     if not os.path.exists(PROGRAM):
-        raise Unavailable(f"Chromium could not be installed: {done.stderr[-500:]}")
+        raise Unavailable(f"Chromium could not be installed: apt-get install chromium ({why})")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from pathlib import Path
 import boto3
 from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
+from packages import install
 from ports import free_port
 
 PACKAGES = ("ceph-mon", "ceph-osd", "radosgw")
@@ -101,20 +102,10 @@ def _wait_for_bucket(endpoint: str, servers: list[subprocess.Popen[bytes]], fold
 def ceph(folder: Path, *, nice: int = 0) -> Iterator[str]:
     """Run a monitor, an object store daemon (in memory) and a gateway; yields the endpoint. Raises
     Unavailable."""
+    why = "" if all(map(shutil.which, PACKAGES)) else install(*PACKAGES)
     if not all(map(shutil.which, PACKAGES)):
-        if os.geteuid() != 0 or not shutil.which("apt-get"):
-            raise Unavailable(
-                "Ceph's gateway is not here, and this user cannot install it: apt-get install " +
-                " ".join(PACKAGES))
-        install = ["apt-get", "install", "--yes", "--quiet", "--no-install-recommends", "-o",
-                   "DPkg::Lock::Timeout=120", *PACKAGES]
-        env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-        if subprocess.run(install, env=env, capture_output=True).returncode:
-            subprocess.run(["apt-get", "update", "--quiet"], env=env, capture_output=True)
-            done = subprocess.run(install, env=env, capture_output=True, text=True)
-            if done.returncode:
-                raise Unavailable(
-                    f"Ceph's gateway could not be installed: {done.stderr.strip()[-200:]}")
+        raise Unavailable("Ceph's gateway could not be installed: apt-get install "
+                          f"{' '.join(PACKAGES)} ({why})")
     folder.mkdir(parents=True, exist_ok=True)
     mon_port, port = free_port(), free_port()
     cluster, osd = str(uuid.uuid4()), str(uuid.uuid4())
