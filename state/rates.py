@@ -88,7 +88,7 @@ class Rates:
         """Give an optimizer (it may be one of several) the rates that `set` will give it, and put
         back those that it had."""
         groups, factor = optimizer.param_groups, 1.0 if multiplier is None else multiplier
-        were = [_own(group["lr"]) for group in groups]
+        were, is_marked = [_own(group["lr"]) for group in groups], self._now() == self._marks
         bases = {id(group): base for group, base
                  in zip(self.optimizer.param_groups, self.base, strict=True)}
         for group in groups if self.scheduler is None else ():
@@ -98,6 +98,8 @@ class Rates:
         finally:
             for group, rate in zip(groups, were, strict=True):
                 _put(group, rate)
+            if is_marked:  # to put a tensor back is a change of it
+                self._marks = self._now()
 
     @property
     def are_moved(self) -> bool:

@@ -38,8 +38,9 @@ class Shards:
                  members: Iterable[torch.optim.Optimizer] = ()):
         names = {id(p): name for name, p in named_parameters(model).items()}
         self._optimizer, self.copies = optimizer, buddies + 1
-        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        """In the order in which a checkpoint has their entries."""
+        self.parameters = list({
+            id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
+        """Each once, in the order in which a checkpoint has their entries."""
         self.names = [names[id(p)] for p in self.parameters]
         self.blocks = blocks_of([p.numel() for p in self.parameters])
         self.sizes = [sum(self.parameters[number].numel() for number in block)

@@ -39,7 +39,7 @@ from elastic_trainer.schedule.learning_rate import (
     linear_scaling,
     step_decay,
 )
-from elastic_trainer.state.rates import RateChanged
+from elastic_trainer.state.rates import RateChanged, Rates
 from elastic_trainer.state.values.layout import LayoutError
 from elastic_trainer.training.job.optimizers import decay_groups
 
@@ -322,3 +322,21 @@ def test_biases_and_normalizations_do_not_decay() -> None:
     assert len(decay_groups(model, weight_decay=0.1, rule=lambda name, _: True)) == 1
     with pytest.raises(ConfigError, match="^weight_decay is -1"):
         decay_groups(model, weight_decay=-1)
+
+
+@pytest.mark.parametrize("is_tensor", (True, False), ids=("tensor", "number"))
+def test_a_step_that_is_tried_changes_no_rate(is_tensor: bool) -> None:
+    """A sharded step that breaks before the vote is done again. A change of the script's stays
+    one."""
+    optimizer = (tensor_adam if is_tensor else momentum)(built())
+    rates, group = Rates(optimizer), optimizer.param_groups[0]
+    before = float(group["lr"])
+    with rates.tried(optimizer, 0.5):
+        assert float(group["lr"]) == pytest.approx(before / 2)
+    assert float(group["lr"]) == before
+    rates.check(0)
+    group["lr"] *= 2
+    with rates.tried(optimizer, 0.5):
+        pass
+    with pytest.raises(RateChanged):
+        rates.check(0)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from cluster import TESTS, Cluster, weights_alone
 from faults import Plan
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastic_trainer.state.holders import (
     blocks_of,
@@ -147,6 +148,17 @@ def test_a_part_of_the_state_is_not_taken_for_all_of_it() -> None:
     assert len(optimizer.state) == 2
     with pytest.raises(RuntimeError, match="has 2 of 8 parts of the Adam's state on this worker"):
         optimizer.state_dict()
+
+
+def test_a_parameter_that_a_group_has_twice_is_in_one_part() -> None:
+    """As with tied weights and a list of the parameters of each module."""
+    one, two = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    two.weight = one.weight
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        optimizer = torch.optim.Adam([*one.parameters(), *two.parameters()])
+    shards = Shards(torch.nn.Sequential(one, two), optimizer, 1)
+    assert [name for block in range(3) for name, _ in shards.of(block)] == [
+        "0.weight", "0.bias", "1.bias"] and len(shards.blocks) == 3
 
 
 @pytest.mark.parametrize("place", (0, 1), ids=("owner", "buddy"))
@@ -283,6 +295,49 @@ class Normed(torch.optim.SGD):
                     p.data.sub_(p.grad / norm)
 
 
+class Decaying(torch.optim.SGD):
+    """Decays each parameter, also one that has no gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.mul_(0.99)
+        super().step(closure)
+
+
+class OnParameters(torch.optim.SGD):
+    """Keeps its momentum in an attribute of the parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mean = vars(p).get("mean", 0) + p.grad
+                    p.data.sub_(p.mean)
+
+
+class Late(Normed):
+    """Looks at all parameters from its sixth step on."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["n"] = self.state[p].get("n", 0) + 1
+        if max(entry["n"] for entry in self.state.values()) > 5:
+            super().step(closure)
+
+
+def replaced(parameters: Any) -> torch.optim.Optimizer:
+    """Return an optimizer whose step a script has replaced, as a scheduler does and otherwise."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    assert shard_refusal(optimizer) == ""
+    step = optimizer.step
+    optimizer.step = lambda closure=None: step(closure)  # type: ignore[assignment,method-assign]
+    return optimizer
+
+
 @pytest.mark.parametrize("kind", ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta",
                                   "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Adafactor"))
 @pytest.mark.parametrize("options", ({}, {"foreach": True}, {"fused": True}), ids=str)
@@ -314,7 +369,22 @@ def test_an_optimizer_is_tried_with_its_own_groups_and_types() -> None:
     (lambda ps: Normed(ps, lr=0.1), "other bits beside other parameters"),
     (lambda ps: AttrNorm(ps, pre_norm=True), "other bits beside other parameters"),
     (lambda ps: Hidden(ps), "changes _n in a step"),
-    (lambda ps: Clipping(ps, lr=0.1), "changes .grad in its step")])
+    (lambda ps: Clipping(ps, lr=0.1), "changes .grad in its step"),
+    (lambda ps: Decaying(ps, lr=0.1), "moves a parameter that has no gradient"),
+    (lambda ps: OnParameters(ps, lr=0.1), "keeps mean in an attribute of a parameter"),
+    (lambda ps: Late(ps, lr=0.1), "other bits beside other parameters"),
+    (replaced, "was replaced by a function")])
 def test_an_optimizer_that_looks_at_all_parameters_is_refused(
         make: Callable[[Any], torch.optim.Optimizer], says: str) -> None:
     assert says in shard_refusal(make([torch.nn.Parameter(torch.ones(3))]))
+
+
+def test_an_optimizer_is_refused_where_all_optimizers_have_a_hook() -> None:
+    """It would run several times in a step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))])
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    try:
+        assert "has hooks of its steps" in shard_refusal(optimizer)
+    finally:
+        hook.remove()
+    assert shard_refusal(optimizer) == ""

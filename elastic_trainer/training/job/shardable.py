@@ -3,8 +3,10 @@
 optimizer (its class, attributes and groups) → here: tried on two small parameters → "" or why not
 
 What always holds: an optimizer that passes gives a parameter the same bits, whatever other
-parameters it moves in the same step, for each of its groups and each type of its parameters. The
-trial has the optimizer's own attributes, and nothing of the user's optimizer is changed.
+parameters it moves in the same step, for each of its groups and each type of its parameters. It
+leaves a parameter without a gradient as it is: a sharded step shows it no other gradients than
+those of the parameters that it is to move. The trial has the optimizer's own attributes, and
+nothing of the user's optimizer is changed.
 """
 
 from __future__ import annotations
@@ -14,24 +16,31 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim import optimizer as of_all
 
 from elastic_trainer.state.values.attributes import OF_TORCH
 from elastic_trainer.state.values.plain_values import is_plain
 
 SHAPES = ((7, 5), (11,))
-SCALES = (1.0, 1e-4, 1e3, 0.1)
-"""Of the gradients of the trial's steps: an optimizer may clip them."""
+SCALES = 2 * (1.0, 1e-4, 1e3, 0.1)
+"""Of the gradients of the trial's steps: an optimizer may clip them, or do something else from its
+fifth or sixth step on."""
 OWN = OF_TORCH | {"state", "param_groups", "defaults", "step"}
 """What the trial has of its own. A scheduler puts its own `step` into the optimizer."""
+HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def shard_refusal(optimizer: torch.optim.Optimizer) -> str:
     """Return why the optimizer's state cannot be sharded; "" if it can be."""
     kind = type(optimizer).__name__
-    if any(getattr(optimizer, name, None) for name in HOOKS):
+    if (any(getattr(optimizer, name, None) for name in HOOKS)
+            or any(getattr(of_all, name, None) for name in HOOKS_OF_ALL)):
         return (f"the optimizer {kind} has hooks of its steps, which would run several times in a "
                 f"step. Remove them, or put the code after the inner loop")
+    if _is_replaced(optimizer):
+        return (f"the step of the optimizer {kind} was replaced by a function, which would run "
+                f"several times in a step. Put its code after the inner loop, or into a class")
     attributes = {key: value for key, value in vars(optimizer).items() if key not in OWN}
     if bad := [key for key, value in attributes.items() if not is_plain(value)]:
         return (f"the optimizer {kind} has the attribute {bad[0]}, which is no number or text, so "
@@ -44,6 +53,14 @@ def shard_refusal(optimizer: torch.optim.Optimizer) -> str:
         if why:
             return f"the optimizer {kind} {why[:300]}"
     return ""
+
+
+def _is_replaced(optimizer: torch.optim.Optimizer) -> bool:
+    """True if the script has given this optimizer another step than its class has. A scheduler
+    only notes that the step ran (torch 2.13, optim/lr_scheduler.py, patch_track_step_called)."""
+    own = vars(optimizer).get("step")
+    return own is not None and not (hasattr(own, "_wrapped_by_lr_sched")
+                                    and own.__wrapped__ is type(optimizer).step)
 
 
 def _kinds(
@@ -66,13 +83,13 @@ def _tried(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any],
                 for shape in SHAPES]
 
     values, gradients = tensors(1.0), [tensors(scale) for scale in SCALES]
-    trials = [_Trial(optimizer, attributes, options, [values[number] for number in numbers],
-                     [[step[number] for number in numbers] for step in gradients])
-              for numbers in ((0, 1), (0,), (1,))]
-    if why := next((trial.why for trial in trials if trial.why), ""):
+    both, *alone = [_Trial(optimizer, attributes, options, values, [
+        [gradient if number in moved else None for number, gradient in enumerate(step)]
+        for step in gradients]) for moved in ((0, 1), (0,), (1,))]
+    if why := next((trial.why for trial in (both, *alone) if trial.why), ""):
         return why
-    alone = [*trials[1].values, *trials[2].values]
-    if not all(map(torch.equal, trials[0].values, alone)):
+    if not all(torch.equal(trial.values[number], both.values[number])
+               for number, trial in enumerate(alone)):
         return "gives a parameter other bits beside other parameters"
     return ""
 
@@ -82,7 +99,7 @@ class _Trial:
 
     def __init__(self, optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any],
                  options: Mapping[str, Any], values: list[torch.Tensor],
-                 gradients: list[list[torch.Tensor]]):
+                 gradients: list[list[torch.Tensor | None]]):
         own: Any = object.__new__(type(optimizer))
         vars(own).update(vars(optimizer))
         for key in ("step", *HOOKS):
@@ -95,10 +112,9 @@ class _Trial:
         before = self._shared(own)
         for step in gradients:
             for parameter, gradient in zip(parameters, step, strict=True):
-                parameter.grad = gradient.clone()
+                parameter.grad = None if gradient is None else gradient.clone()
             own.step()
-            if not all(parameter.grad is not None and torch.equal(parameter.grad, gradient)
-                       for parameter, gradient in zip(parameters, step, strict=True)):
+            if not all(map(_are_same, (p.grad for p in parameters), step)):
                 self.why = "changes .grad in its step"
         after = self._shared(own)
         if changed := [key for key in before | after if before.get(key) != after.get(key)]:
@@ -107,6 +123,11 @@ class _Trial:
         if bad := [value for entry in entries for value in entry.values()
                    if not isinstance(value, (torch.Tensor, int, float, type(None)))]:
             self.why = f"keeps a {type(bad[0]).__name__} of a parameter, and no tensor or number"
+        if kept := [name for parameter in parameters for name in vars(parameter)]:
+            self.why = f"keeps {kept[0]} in an attribute of a parameter, and not in its state"
+        if any(own.state.get(p) or not torch.equal(p, value) for p, value, gradient
+               in zip(parameters, values, gradients[0], strict=True) if gradient is None):
+            self.why = "moves a parameter that has no gradient, or keeps values of it"
         self.values = [parameter.detach() for parameter in parameters]
 
     def _shared(self, own: torch.optim.Optimizer) -> dict[str, str]:
@@ -114,3 +135,7 @@ class _Trial:
         [group] = own.param_groups
         return {key: repr(value) for key, value in {**vars(own), **group}.items()
                 if key not in OWN and key != "params"}
+
+
+def _are_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return torch.equal(one, other) if one is not None and other is not None else one is other
