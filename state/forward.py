@@ -40,7 +40,7 @@ from elastic_trainer.state.together import groups_of
 from elastic_trainer.state.values.forms import as_built, mapped
 from elastic_trainer.state.values.layout import pack
 from elastic_trainer.state.values.names import Table, named_buffers, named_parameters, plain
-from elastic_trainer.state.values.supported import BUFFERS_STAY, moved_buffers, some
+from elastic_trainer.state.values.supported import BUFFERS_STAY, moved_buffers, some, span
 
 SUFFIX = "_extra_state"
 SHAPE, DTYPE, TRAINING = attrgetter("shape"), attrgetter("dtype"), attrgetter("training")
@@ -94,7 +94,7 @@ class ModelBuffers:
         model = self._model
         own_memory: dict[int, torch.Tensor] = {}
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            if buffer.numel() > _span(buffer) or buffer.is_conj() or buffer.is_neg():
+            if buffer.numel() > span(buffer) or buffer.is_conj() or buffer.is_neg():
                 copied = own_memory.setdefault(
                     id(buffer), buffer.detach().resolve_conj().resolve_neg().contiguous())
                 self._set(name, copied)
@@ -231,13 +231,6 @@ class ModelBuffers:
         with torch.no_grad():
             for name, tensor in values.items():
                 self.named[name].copy_(tensor)
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """Return how many elements lie between a tensor's first and last: fewer than it has if it is
-    expanded."""
-    return 1 + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class Modes:

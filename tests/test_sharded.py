@@ -17,6 +17,7 @@ from cluster import TESTS, Cluster, weights_alone
 from faults import Plan
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from elastic_trainer.config import ConfigError
 from elastic_trainer.state.holders import (
     blocks_of,
     holders_of,
@@ -24,6 +25,7 @@ from elastic_trainer.state.holders import (
     moves_between,
 )
 from elastic_trainer.state.shards import Shards
+from elastic_trainer.training.job.job import require_shardable
 from elastic_trainer.training.job.shardable import shard_refusal
 from elastic_trainer.views.verify import verify
 
@@ -159,6 +161,19 @@ def test_a_parameter_that_a_group_has_twice_is_in_one_part() -> None:
     shards = Shards(torch.nn.Sequential(one, two), optimizer, 1)
     assert [name for block in range(3) for name, _ in shards.of(block)] == [
         "0.weight", "0.bias", "1.bias"] and len(shards.blocks) == 3
+
+
+def test_parameters_that_lie_in_one_memory_are_refused() -> None:
+    """Neighbours in one memory are not."""
+    one, two, flat = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3), torch.ones(18)
+    model = torch.nn.Sequential(one, two)
+    optimizer = torch.optim.Adam(model.parameters())
+    one.weight.data, two.weight.data = flat[:9].view(3, 3), flat[9:].view(3, 3)
+    require_shardable(model, optimizer, "optimizer")
+    two.weight.data = one.weight.data
+    require_shardable(model, optimizer, None)
+    with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight lie in one memory"):
+        require_shardable(model, optimizer, "optimizer")
 
 
 @pytest.mark.parametrize("place", (0, 1), ids=("owner", "buddy"))

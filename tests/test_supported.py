@@ -146,6 +146,8 @@ REFUSED = {
                             "parameters weight are complex"),
     "a sparse parameter": (lambda: Weighted(torch.eye(3).to_sparse()), sgd,
                            "parameters weight are sparse"),
+    "an expanded parameter": (lambda: Weighted(torch.ones(1).expand(3)), sgd,
+                              "parameters weight are expanded"),
     "a sparse buffer": (sparse_buffer, sgd, "buffers links are sparse"),
     "a lazy module": (lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)), sgd,
                       r"0\.weight, 0\.bias of the model are not initialized .*Run one batch"),

@@ -45,6 +45,13 @@ def parameters_stay(names: Iterable[str]) -> str:
         "and leave max_norm of embeddings out.")
 
 
+def span(tensor: torch.Tensor) -> int:
+    """Return how many elements lie between a tensor's first and last: fewer than it has if it is
+    expanded."""
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     """Return why this model or optimizer cannot be trained here and what to do; None if it can."""
     parameters = dict(model.named_parameters())
@@ -55,6 +62,9 @@ def refusal(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
             f"shape. Run one batch through the model before you build the optimizer.")
     if found := [name for name, p in parameters.items() if p.layout != torch.strided]:
         return f"the parameters {some(found)} are sparse. Use dense parameters."
+    if found := [name for name, p in parameters.items() if p.numel() > span(p)]:
+        return (f"the parameters {some(found)} are expanded: elements of them share one memory, so "
+                f"no value can be written to them. Use parameter.contiguous().")
     if why := refused_tensors(parameters, buffers):
         return why
     if found := [name for name, p in parameters.items() if p.is_complex()]:

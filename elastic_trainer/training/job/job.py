@@ -47,6 +47,7 @@ from elastic_trainer.training.job.optimizers import (
     as_one,
     kind_of,
     members_of,
+    parameters_of,
     split_schedule,
 )
 from elastic_trainer.training.job.precision import Precision, precision_of, scaler_of
@@ -56,7 +57,7 @@ from elastic_trainer.training.job.settings import (
     remarks_on_last_batch,
     remarks_on_launcher,
 )
-from elastic_trainer.training.job.shardable import shard_refusal
+from elastic_trainer.training.job.shardable import shard_refusal, sharing_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +153,7 @@ def checked(model: torch.nn.Module,
     """Return the job that the options describe. Raises ConfigError."""
     optimizer = as_one(given) if isinstance(given, Mapping) else given
     device = require_model(model, optimizer)
-    require_shardable(optimizer, options["shard"])
+    require_shardable(model, optimizer, options["shard"])
     require_objects(options)
     min_samples = options["min_microbatch_samples"]
     if min_samples is None:
@@ -253,12 +254,19 @@ def require_one_device(model: torch.nn.Module) -> None:
             f"docs/guide/large.md has what needs less memory.")
 
 
-def require_shardable(optimizer: torch.optim.Optimizer, shard: str | None) -> None:
+def require_shardable(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                      shard: str | None) -> None:
     """Raise ConfigError if the optimizer's state is to be sharded and cannot be."""
     for one in members_of(optimizer) if shard else ():
         if why := shard_refusal(one):
             raise ConfigError(f"shard={shard!r}: {why}. Leave shard out, or use an optimizer that "
                               f"treats each parameter by itself, as torch.optim.AdamW does.")
+    names = {id(p): name for name, p in named_parameters(model).items()} if shard else {}
+    if shared := sharing_memory({names[id(p)]: p for p in parameters_of(optimizer)
+                                 if id(p) in names}):
+        raise ConfigError(f"shard={shard!r}: the parameters {' and '.join(shared)} lie in one "
+                          f"memory, so a step of one moves the other. Tie them as one parameter "
+                          f"(b.weight = a.weight), or leave shard out.")
 
 
 def require_objects(options: Options) -> None:

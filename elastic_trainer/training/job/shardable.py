@@ -20,6 +20,7 @@ from torch.optim import optimizer as of_all
 
 from elastic_trainer.state.values.attributes import OF_TORCH
 from elastic_trainer.state.values.plain_values import is_plain
+from elastic_trainer.state.values.supported import span
 
 SHAPES = ((7, 5), (11,))
 SCALES = 2 * (1.0, 1e-4, 1e3, 0.1)
@@ -53,6 +54,19 @@ def shard_refusal(optimizer: torch.optim.Optimizer) -> str:
         if why:
             return f"the optimizer {kind} {why[:300]}"
     return ""
+
+
+def sharing_memory(parameters: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Return the names of two parameters that lie in one memory, as `b.data = a.data` leaves
+    them."""
+    ends = dict[int, tuple[int, str]]()
+    for name, p in sorted(parameters.items(), key=lambda item: item[1].data_ptr()):
+        end, other = ends.get(p.untyped_storage().data_ptr(), (0, ""))
+        if p.numel() and p.data_ptr() < end:
+            return other, name
+        ends[p.untyped_storage().data_ptr()] = (
+            p.data_ptr() + span(p) * p.element_size(), name)
+    return None
 
 
 def _is_replaced(optimizer: torch.optim.Optimizer) -> bool:
