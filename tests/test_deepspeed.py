@@ -262,6 +262,20 @@ def test_every_fault_of_a_file_is_in_one_error_with_its_remedy() -> None:
     ({"optimizer": {"params": {}}}, "optimizer.type is not given"),
     ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps is not given, which WarmupDecay"),
     ({"scheduler": {"type": "OneCycle"}}, "It changes the betas, too"),
+    *[({"optimizer": {"type": "AdamW", "params": {key: value}}}, f"Use {remedy}")
+      for key, value, remedy in (
+          ("betas", [0.9], "two numbers in a list"), ("betas", 3, "two numbers in a list"),
+          ("adam_w_mode", "false", "true or false"), ("amsgrad", 1, "true or false"),
+          ("lr", True, "a number"), ("lr", math.nan, "a number"), ("lr", "1e-3", "a number"))],
+    *[({"scheduler": {"type": name, "params": {key: value}}}, f"Use {remedy}")
+      for name, key, value, remedy in (
+          ("WarmupLR", "warmup_num_steps", "10", "a number"),
+          ("WarmupLR", "warmup_min_lr", [0, 0], "a number"),
+          ("WarmupCosineLR", "total_num_steps", "9", "a number from 1"),
+          ("StepLR", "step_size", 0, "a number from 1"),
+          ("CosineAnnealingLR", "T_max", 0, "a number from 1"),
+          ("MultiStepLR", "milestones", "abc", "a list of numbers"),
+          ("ExponentialLR", "gamma", "x", "a number"))],
 ])
 def test_what_is_not_supported_is_refused_by_name(given: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told):

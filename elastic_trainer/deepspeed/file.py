@@ -17,6 +17,7 @@ runtime/engine.py (_configure_basic_optimizer), runtime/zero/config.py.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -57,6 +58,11 @@ SCHEDULERS = {
     "CosineAnnealingWarmRestarts": "T_0 T_mult eta_min",
 }
 """The schedulers with their parameters: DeepSpeed's, then torch's."""
+TRUTHS = ("amsgrad", "bias_correction", "adam_w_mode", "torch_adam", "nesterov", "maximize",
+          "centered", "decoupled_weight_decay")
+LISTS = ("betas", "milestones")
+LENGTHS = ("total_num_steps", "step_size", "total_iters", "T_max", "T_0", "T_mult")
+"""Parameters that are no plain numbers, and those that count steps."""
 NEEDED = {"WarmupDecayLR": ("total_num_steps",), "WarmupCosineLR": ("total_num_steps",),
           "StepLR": ("step_size",), "MultiStepLR": ("milestones",), "ExponentialLR": ("gamma",),
           "CosineAnnealingLR": ("T_max",), "CosineAnnealingWarmRestarts": ("T_0",)}
@@ -244,8 +250,8 @@ def _wrong_name(what: str, given: Named | None, known: Mapping[str, str],
         if key not in takes:
             remedy = REMEDIES.get(place, f"{name} takes {', '.join(takes)}")
             yield f"{place} is {_short(value)}. {remedy}"
-        elif not _is_plain(value):
-            yield f"{place} is {_short(value)}. Use a number, true, false, or a list of numbers"
+        elif remedy := _kind_of_param(key, value):
+            yield f"{place} is {_short(value)}. Use {remedy}"
     for key in NEEDED.get(name, ()):
         if key not in given.params:
             yield f"{what}.params.{key} is not given, which {name} needs. Write it"
@@ -254,9 +260,23 @@ def _wrong_name(what: str, given: Named | None, known: Mapping[str, str],
                f"or \"linear\"")
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) or isinstance(value, list) and all(
-        isinstance(one, (int, float)) for one in value)
+def _kind_of_param(key: str, value: Any) -> str:
+    """Return what a parameter takes; "" if the value is such a thing."""
+    if value == AUTO or key == "warmup_type":
+        return ""
+    if key in TRUTHS:
+        return "" if isinstance(value, bool) else "true or false"
+    if key in LISTS:
+        is_list = isinstance(value, list) and all(map(_is_number, value))
+        fits = is_list and (key != "betas" or len(value) == 2)
+        return "" if fits else "two numbers in a list" if key == "betas" else "a list of numbers"
+    least = 1 if key in LENGTHS else -math.inf
+    fits = _is_number(value) and value >= least
+    return "" if fits else "a number from 1" if key in LENGTHS else "a number"
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def known_name(name: str) -> str:
