@@ -10,7 +10,9 @@
 hosts file (replaced whole by its writer) → here → horovodrun
 
 What always holds:
-1. stdout is the protocol: lines `host:slots`, or `host:slots address[:port]`, and no others.
+1. stdout is the protocol: lines `host:slots`, or `host:slots address[:port]`, and no others. Our
+   driver also reads ` zone=ZONE` at their ends: it asks by ELASTIC_TRAINER_ZONES, because the
+   driver of plain horovodrun refuses a line with more than host and slots.
 2. Unknown is never empty: if the file is absent, incomplete or too old, the exit code is 1, and
    horovodrun keeps its list. An empty file means that there are no hosts.
 3. `hosts-file` imports only what it needs, and nothing of ours: it has 60 ms, under a lock of
@@ -66,13 +68,17 @@ def hosts_file(argv: list[str]) -> int:
                         f"until its poller writes again", argv[0])
     lines = [line for line in text.splitlines() if line.strip()]
     for line in lines:
-        place, _, address = line.strip().partition(" ")
+        rest, _, zone = line.strip().partition(" zone=")
+        place, _, address = rest.partition(" ")
         host, _, slots = place.partition(":")
         is_number = re.fullmatch("[0-9]{1,4}", slots)
         address = re.sub(":[0-9]{1,5}$", "", address)  # its agent's own port
-        are_names = all(re.fullmatch(HOST_NAME, name) for name in (host, address or host))
+        are_names = all(re.fullmatch(HOST_NAME, name)
+                        for name in (host, address or host, zone or host))
         if not are_names or not is_number or int(slots) < 1:
             return complain(f"has a line that is not host:slots: {line!r}", argv[0])
+    if "ELASTIC_TRAINER_ZONES" not in os.environ:
+        lines = [line.partition(" zone=")[0] for line in lines]
     sys.stdout.write("".join(line.strip() + "\n" for line in lines))
     return 0
 

@@ -28,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_trainer.discovery.place_protocol import Instance
+from elastic_trainer.host.names import HOST_NAME
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ class Past:
     """The notice that its place repeats now, and may withdraw."""
     address: str = ""
     """Where its workers are reached; "": by its name."""
+    zone: str = ""
+    """The zone of its place, if a line of the hosts file can have it; "": unknown."""
     sick: str = ""
     """The fault that its agent last reported; "": none. A sick host that falls silent stays sick.
     """
@@ -196,11 +199,13 @@ def decide(instances: Sequence[Instance], health: Mapping[str, Health], history:
                     History(past, tuple((i.id, i.name, i.slots) for i in ordered), unheard=unheard))
 
 
-def lines(history: History) -> str:
-    """Return the list as the hosts file has it: `host:slots`, and the address where it has one."""
-    addresses = {i: past.address for i, past in history.past.items() if past.address}
-    return "".join(f"{name}:{slots} {addresses.get(i, '')}".rstrip() + "\n"
-                   for i, name, slots in history.listed)
+def lines(history: History, with_zones: bool = False) -> str:
+    """Return the list as the hosts file has it: `host:slots`, and address and zone where it has
+    them."""
+    listed = [(name, slots, history.past.get(i, Past())) for i, name, slots in history.listed]
+    return "".join(" ".join([f"{name}:{slots}", *filter(None, [past.address]),
+                             *([f"zone={past.zone}"] if with_zones and past.zone else [])]) + "\n"
+                   for name, slots, past in listed)
 
 
 def _doubt(unexplained: Sequence[str], listed: set[str], reasons: Mapping[str, str],
@@ -219,7 +224,8 @@ def _doubt(unexplained: Sequence[str], listed: set[str], reasons: Mapping[str, s
 
 def _remember(instance: Instance, past: Past, answer: Health | None, now: float) -> Past:
     """Return the past of a host that the cloud knows, with its agent's answer."""
-    past = replace(past, seen_at=now, address=instance.listed_at, noticed="")
+    zone = instance.zone if HOST_NAME.fullmatch(instance.zone) else ""
+    past = replace(past, seen_at=now, address=instance.listed_at, zone=zone, noticed="")
     if given := instance.notice:
         says = f"{NOTICE}: {given.sentence()}"
         past = (replace(past, doomed=past.doomed or says) if given.for_good

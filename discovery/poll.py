@@ -260,7 +260,7 @@ class Poller:
 
     def _publish(self, decision: Decision) -> None:
         """Write memory, list and table. A failed write is tried again at the next turn."""
-        text = lines(decision.history)
+        text = lines(decision.history, with_zones=True)
         past, at = self.history.past, known_at(
             self.history, self.instances, self._heard_at, self._answered_at or 0.0, self.clock(),
             self.wall(), self.policy.silence_s)

@@ -236,6 +236,10 @@ class Launch(Attempt):
     """This worker's name at the driver: unique for each process, `host/slot/number`."""
     host: str = _given("HOROVOD_HOSTNAME", "localhost")
     slot: int = _given("ELASTIC_TRAINER_SLOT", 0, int)
+    zone: str = _given("ELASTIC_TRAINER_ZONE", "")
+    """The zone of its host, as its place reports it; "": unknown, e.g. in a fixed list of hosts."""
+    min_workers: int = _given("ELASTIC_TRAINER_MIN_WORKERS", 0, int)
+    """The launcher's --min-np; 0: unknown, under plain horovodrun or alone."""
     horovod: bool = _given("HOROVOD_GLOO_RENDEZVOUS_ADDR", False, bool)
     """True when horovodrun (ours or plain) started us; False: a world of one."""
     seat: tuple[int, ...] = ()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_trainer.state.holders import Holders, blocks_of, holders_of
+from elastic_trainer.state.holders import Holders, Site, blocks_of, holders_of
 from elastic_trainer.state.values.layout import LayoutError, outline, pack, unpack
 from elastic_trainer.state.values.names import named_parameters
 
@@ -68,15 +68,15 @@ class Shards:
                 f"{type(optimizer).__name__}'s state on this worker (shard=\"optimizer\"). Read "
                 f"all of it from a checkpoint: docs/guide/checkpoints.md.")
 
-    def place(self, rank: int, hosts: Sequence[int], held: Sequence[Collection[int]]) -> None:
+    def place(self, rank: int, sites: Sequence[Site], held: Sequence[Collection[int]]) -> None:
         """Choose the holders for a generation. `held` are the blocks that each rank holds."""
-        self.holders = holders_of(self.sizes, hosts, held, self.copies)
+        self.holders = holders_of(self.sizes, sites, held, self.copies)
         self.mine = {block for block, ranks in enumerate(self.holders) if rank in ranks}
         self.owned = {block for block, ranks in enumerate(self.holders) if rank == ranks[0]}
 
-    def begin(self, rank: int, hosts: Sequence[int]) -> None:
+    def begin(self, rank: int, sites: Sequence[Site]) -> None:
         """Begin where no rank holds anything: each is to restore what it will hold."""
-        self.place(rank, hosts, [set()] * len(hosts))
+        self.place(rank, sites, [set()] * len(sites))
         self.held, self.differs = set(self.mine), False
 
     def hold_as_built(self, rank: int) -> None:

@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.holders import (
+    Site,
     blocks_of,
     holders_of,
     lost_blocks,
@@ -182,7 +183,7 @@ def test_goes_back_when_two_holders_of_a_part_differ(tmp_path: Path, twin_of: Tw
     """One bit of a moment flips at one holder. The other one has computed other parameters than
     the owner has sent, and no majority tells which are right."""
     sizes = [20 * 256, 256, 256, 256, 256 * 256, 256, 256 * 4, 4]  # of the job's parameters
-    holders = holders_of(sizes, [0, 1, 2, 3], [set(range(8)), set(), set(), set()], 2)
+    holders = holders_of(sizes, [*map(Site, range(4))], [set(range(8)), set(), set(), set()], 2)
     plan = Plan().add("flip_moment", host=host(holders[0][place]), at="step.voted", step=25)
     with Cluster(tmp_path, job=(*FEW, *SHARD, "--checkpoint-every", "10"), plan=plan) as cluster:
         assert cluster.finish() == 0
@@ -208,7 +209,7 @@ def test_holders_are_apart_and_hold_as_much_whatever_the_fleet_did(shapes: list[
     sizes = [sum(shapes[number] for number in block) for block in blocks]
     hosts, held = [0, 1, 2, 3], [set(range(len(blocks))), set(), set(), set()]
     for change in range(60):
-        holders = holders_of(sizes, hosts, held, buddies + 1)
+        holders = holders_of(sizes, [*map(Site, hosts)], held, buddies + 1)
         copies = min(buddies + 1, len(hosts))
         for ranks in holders:
             assert len(set(ranks)) == copies
@@ -236,7 +237,7 @@ def test_a_loss_moves_what_was_lost_and_a_join_what_the_newcomer_holds() -> None
     held: list[set[int]] = [set(range(len(sizes))), set(), set(), set()]
 
     def settled(hosts: list[int], held: list[set[int]]) -> tuple[list[set[int]], int]:
-        holders = holders_of(sizes, hosts, held, 2)
+        holders = holders_of(sizes, [*map(Site, hosts)], held, 2)
         moves = moves_between(sizes, held, holders)
         return ([{block for block, ranks in enumerate(holders) if rank in ranks}
                  for rank in range(len(hosts))], sum(sizes[move.block] for move in moves))
@@ -247,6 +248,68 @@ def test_a_loss_moves_what_was_lost_and_a_join_what_the_newcomer_holds() -> None
     assert lost <= 1.3 * sum(sizes) * 2 / 4
     _, joined = settled([0, 1, 2, 3, 4], [*held, set()])
     assert joined <= 1.3 * sum(sizes) * 2 / 5
+
+
+def in_one_zone(sizes: Sequence[int], sites: Sequence[Site], held: Sequence[set[int]]) -> float:
+    """Return the share of what is held whose holders are all in one zone."""
+    zones = [{site.zone for site, its in zip(sites, held, strict=True) if block in its}
+             for block in range(len(sizes))]
+    return sum(size for size, its in zip(sizes, zones, strict=True) if len(its) == 1) / sum(sizes)
+
+
+def placed(sizes: Sequence[int], sites: Sequence[Site], held: Sequence[set[int]],
+           copies: int) -> list[set[int]]:
+    """Return what each rank is to hold."""
+    holders = holders_of(sizes, sites, held, copies)
+    return [{block for block, ranks in enumerate(holders) if rank in ranks}
+            for rank in range(len(sites))]
+
+
+@pytest.mark.parametrize(("zones", "copies", "most"), [
+    ((1, 1, 2, 2), 2, 0.0), ((1, 1, 2, 3), 2, 0.0), ((1, 2, 3, 4), 2, 0.0),
+    ((1, 1, 2, 3), 3, 0.0), ((1, 1, 1, 2), 3, 0.0),  # the third copy of some is in a zone of others
+    ((1, 1, 1, 2), 2, 0.5), ((1, 1, 1, 1, 1, 2, 2, 3), 2, 0.25), ((0, 0, 0, 2), 2, 0.5),
+    ((1, 1, 1, 1), 2, 1.0), ((0, 0, 0, 0), 2, 1.0)])
+def test_a_block_has_holders_in_several_zones_as_far_as_no_rank_holds_more_than_its_part(
+        zones: Sequence[int], copies: int, most: float) -> None:
+    """Also one that rank 0 or all ranks have held. Hosts of unknown zone (0) are those of one."""
+    sizes, sites = [10] * 120, [Site(*both) for both in enumerate(zones)]
+    for held in ([set(range(120)), *(set[int]() for _ in zones[1:])], [set(range(120))] * len(zones)):
+        found = placed(sizes, sites, held, copies)
+        assert in_one_zone(sizes, sites, found) <= most + 0.02
+        assert max(map(len, found)) <= 120 * copies / len(zones) + 1
+        assert placed(sizes, sites, found, copies) == found
+
+
+@pytest.mark.parametrize("copies", (2, 3))
+def test_blocks_stay_in_several_zones_whatever_the_fleet_did(copies: int) -> None:
+    choose, sizes = random.Random(3), [sum(GPT[n] for n in block) for block in blocks_of(GPT)]
+    sites = [Site(number, number % 3) for number in range(4)]
+    held: list[set[int]] = [set(range(len(sizes))), set(), set(), set()]
+    for change in range(30):
+        held = placed(sizes, sites, held, copies)
+        part = sum(sizes) * min(copies, len(sites)) / len(sites)
+        assert all(sum(sizes[block] for block in its) <= part + max(sizes) for its in held)
+        most = max(sum(site.zone == one.zone for one in sites) for site in sites) / len(sites)
+        needed = max(0.0, 2 * most - 1) if copies == 2 else max(0.0, (3 * most - 2))
+        if len({site.zone for site in sites}) > 1:
+            assert in_one_zone(sizes, sites, held) <= needed + 0.2
+        if len(sites) < 3 or choose.random() < 0.5:
+            sites, held = [*sites, Site(change + 10, choose.randrange(3))], [*held, set()]
+            continue
+        rank = choose.randrange(len(sites))
+        del sites[rank], held[rank]
+        if lost_blocks(len(sizes), held):
+            held = [set(range(len(sizes))) for _ in sites]
+
+
+def test_a_host_in_another_zone_receives_its_part_and_no_other_block_moves() -> None:
+    sizes, sites = [10] * 120, [Site(number, 1) for number in range(3)]
+    held = placed(sizes, sites, [set(range(120)), set(), set()], 2)
+    sites.append(Site(3, 2))
+    holders = holders_of(sizes, sites, [*held, set()], 2)
+    moves = moves_between(sizes, [*held, set()], holders)
+    assert {move.target for move in moves} == {3} and len(moves) <= 120 * 2 / 4 + 1
 
 
 # --- which optimizers ----------------------------------------------------------------------------

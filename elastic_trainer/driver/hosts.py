@@ -62,6 +62,8 @@ class Discovery:
         self.addresses: dict[str, str] = {}
         """Where hosts are reached that have an address beside the name. A name is one machine's
         for good, so a host that has left the list stays here."""
+        self.zones: dict[str, str] = {}
+        """The zones of hosts, as far as they are known; they stay here, too."""
 
     def first_hosts(self) -> dict[str, int]:
         """Wait for the first list that names a host. Raises DiscoveryUnavailable, WaitedTooLong."""
@@ -107,6 +109,7 @@ class Discovery:
         with subprocess.Popen(
                 self.source._discovery_script, shell=True, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=os.environ | {"ELASTIC_TRAINER_ZONES": "1"},
                 start_new_session=True) as script:
             try:
                 hosts, complaint = script.communicate(timeout=DISCOVERY_TIMEOUT_S)
@@ -117,11 +120,13 @@ class Discovery:
             raise ValueError(f"exit code {script.returncode}: {complaint.strip()[-200:]}")
         listed = parse_hosts(hosts, self.source._default_slots)
         self.addresses |= addresses_in(hosts)
+        self.zones |= zones_in(hosts)
         return listed
 
 
 def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
-    """Read lines `host:slots`, or `host:slots address[:port]`, in their order: host → slots.
+    """Read lines `host:slots`, or `host:slots address[:port]`, in their order: host → slots. At the
+    end of a line ` zone=ZONE` may stand.
 
     Raises ValueError on any line that is not one. A host's name or address goes into an ssh
     command, so it must look like one (RFC 1123), above all at its start.
@@ -131,14 +136,16 @@ def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
         line = line.strip()
         if not line:
             continue
-        place, _, address = line.partition(" ")
+        rest, _, zone = line.partition(" zone=")
+        place, _, address = rest.partition(" ")
         host, colon, slots = place.rpartition(":")
         if not colon:
             host, slots = place, str(default_slots or 1)
         is_number = re.fullmatch("[0-9]{1,4}", slots)
         where = re.sub(":[0-9]{1,5}$", "", address)
         is_reached = not address or (colon and HOST_NAME.fullmatch(where))
-        if not (HOST_NAME.fullmatch(host) and is_reached and is_number) or int(slots) < 1:
+        are_names = all(map(HOST_NAME.fullmatch, (host, zone or host)))
+        if not (are_names and is_reached and is_number) or int(slots) < 1:
             raise ValueError(f"{line!r} is not host:slots")
         hosts[host] = int(slots)
     return hosts
@@ -147,8 +154,14 @@ def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
 def addresses_in(text: str) -> dict[str, str]:
     """Return the addresses of lines that `parse_hosts` has accepted: host → address, with the port
     of the host's agent where the line has one."""
-    lines = (line.strip().partition(" ") for line in text.splitlines())
+    lines = (line.partition(" zone=")[0].strip().partition(" ") for line in text.splitlines())
     return {place.rpartition(":")[0]: address for place, _, address in lines if address}
+
+
+def zones_in(text: str) -> dict[str, str]:
+    """Return the zones of lines that `parse_hosts` has accepted: host → zone."""
+    lines = (line.strip().partition(" zone=") for line in text.splitlines())
+    return {rest.partition(" ")[0].rpartition(":")[0]: zone for rest, _, zone in lines if zone}
 
 
 LOOKUP_S = 30.0

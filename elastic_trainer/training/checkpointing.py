@@ -407,7 +407,7 @@ class Checkpointing:
         """
         launch, checkpoints, step = self.launch, self.checkpoints, None
         if self.state.shards:
-            self.state.shards.begin(world.rank, world.hosts)
+            self.state.shards.begin(world.rank, world.sites)
         is_first = launch.attempt == 1 or not launch.driver  # a person looks on
         try:
             if checkpoints:

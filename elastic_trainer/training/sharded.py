@@ -161,7 +161,7 @@ def place_shards(world: World, state: LiveState, events: Events) -> None:
         raise StateWithdrawn(
             f"all holders of {len(lost)} of {len(shards.blocks)} parts of the optimizer's state "
             f"are gone: back to the newest checkpoint")
-    shards.place(world.rank, world.hosts, held)
+    shards.place(world.rank, world.sites, held)
     move_shards(world, state, held, events)
 
 

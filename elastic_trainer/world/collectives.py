@@ -19,6 +19,7 @@ import torch
 from horovod.torch.mpi_ops import synchronize  # horovod_names.py puts `wait` in its place
 
 from elastic_trainer.events.mark import Mark
+from elastic_trainer.state.holders import Site
 from elastic_trainer.world.vote import Ballot, Outcome, outcome_of
 
 POLL_S = 0.0005
@@ -45,14 +46,19 @@ class World:
     def __init__(self, is_broken: Callable[[], bool] = lambda: False, mark: Mark | None = None):
         self._is_broken, self._mark = is_broken, mark or Mark()
         self.rank, self.size = 0, 1
-        self.hosts: tuple[int, ...] = (0,)
-        """The number of each rank's host: ranks of one host have one number."""
+        self.sites: tuple[Site, ...] = (Site(0),)
+        """Host and zone of each rank."""
         self.latest: float | None = None
         """When a collective must have ended (time.monotonic); None: it may take any time."""
 
+    @property
+    def hosts(self) -> tuple[int, ...]:
+        """The number of each rank's host: ranks of one host have one number."""
+        return tuple(site.host for site in self.sites)
+
     def seat(self, rank: int, size: int) -> None:
         """Take a place in the next generation."""
-        self.rank, self.size, self.hosts = rank, size, tuple(range(size))
+        self.rank, self.size, self.sites = rank, size, tuple(map(Site, range(size)))
 
     def wait(self, handle: int) -> torch.Tensor:
         """Wait for a collective, asleep most of the time. Raises HorovodInternalError, PeersLost,

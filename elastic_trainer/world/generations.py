@@ -31,6 +31,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
+from elastic_trainer.state.holders import Site
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.wire.heartbeat import RankAssignment
 from elastic_trainer.world import revive
@@ -345,14 +346,15 @@ class Generations:
 
     def _exchange_statuses(self, state: LiveState) -> list[WorkerStatus]:
         """Exchange where each worker stands, by rank. Network: one allgather."""
-        host, paused_s = self._launch.host.encode(), time.monotonic() - self._left_at
+        host, zone = (zlib.crc32(one.encode()) for one in (self._launch.host, self._launch.zone))
+        paused_s = time.monotonic() - self._left_at
         mine = torch.tensor([WorkerStatus(
             state.ticks, state.begun, state.has_state, state.last_vote, int(1000 * paused_s),
-            self.arithmetic, self.pauses.form(), self.hooks.owes(), zlib.crc32(host),
-            state.frozen.status()).encode()])
+            self.arithmetic, self.pauses.form(), self.hooks.owes(), host,
+            state.frozen.status(), zone).encode()])
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
         statuses = [WorkerStatus.decode(numbers) for numbers in everyone.tolist()]
-        self.world.hosts = tuple(status.host for status in statuses)
+        self.world.sites = tuple(Site(status.host, status.zone) for status in statuses)
         state.frozen.meet([status.frozen for status in statuses])
         return statuses
 

@@ -33,23 +33,25 @@ class WorkerStatus(NamedTuple):
     """A number of its host: that of another host is another one."""
     frozen: int = 0
     """Whether it may have frozen content (state/frozen.py)."""
+    zone: int = 0
+    """A number of its host's zone; 0: unknown."""
 
     def encode(self) -> list[int]:
         """Return it as integers."""
         own = self.arithmetic or Arithmetic(0, 0, 0)
         return [self.committed, self.begun, self.has_state, *self.last_vote, self.paused_ms,
                 own.program, own.inputs, own.result, *self.pause, self.owes, self.host,
-                self.frozen]
+                self.frozen, self.zone]
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> WorkerStatus:
         """Read the integers of `encode`."""
         committed, begun, has_state, samples, digest, clock_ms, finishes, paused_ms, *more = numbers
-        program, inputs, result, *pause, owes, host, frozen = more
+        program, inputs, result, *pause, owes, host, frozen, zone = more
         return WorkerStatus(committed, begun, bool(has_state),
                         (samples, digest, clock_ms, finishes), paused_ms,
                         Arithmetic(program, inputs, result), Survivor(*pause), bool(owes), host,
-                        frozen)
+                        frozen, zone)
 
 
 def has_state(statuses: Sequence[WorkerStatus]) -> bool:

@@ -33,6 +33,7 @@ import torch
 from elastic_trainer.state.checkpoints.cadence import Cadence
 from elastic_trainer.state.checkpoints.commit_log import WHY_CHARACTERS, CommitLog, Damaged, Record
 from elastic_trainer.state.device_copies import Copying
+from elastic_trainer.state.holders import Site
 from elastic_trainer.state.stores.store import PUT_BYTES, is_name
 from elastic_trainer.state.values.layout import MACHINE_BYTES, Packed
 
@@ -83,8 +84,8 @@ class Peers(Protocol):
 
     rank: int
     size: int
-    hosts: tuple[int, ...]
-    """The number of each rank's host."""
+    sites: tuple[Site, ...]
+    """Host and zone of each rank."""
 
     def share_text(self, text: str, root: int) -> str: ...
     def gather_texts(self, text: str) -> list[str]: ...
