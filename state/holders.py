@@ -157,7 +157,8 @@ class _Placing:
                         and self.loads[source] - more <= self.part + self.sizes[other]):
                     continue
                 rest = [rank for rank in its if rank != target]
-                if self.nearness(rest, source) <= self.nearness(rest, target):
+                if self.nearness(rest, source) <= max(self.nearness(rest, target),
+                                                      (host, zone - 1)):
                     return target, other
         return None
 
@@ -215,6 +216,26 @@ def _owned(sizes: Sequence[int], found: Sequence[Sequence[int]], ranks: int) -> 
         owned[owner] += sizes[block]
         holders.append((owner, *sorted(set(its) - {owner})))
     return holders
+
+
+class Exposed(NamedTuple):
+    """What a single loss would take back to a checkpoint."""
+
+    blocks: int
+    """The number of blocks whose holders are all on one host, or all in one zone."""
+    is_zone: bool
+    places: tuple[int, ...]
+    """The hosts, or zones, that are the only ones of a block."""
+
+
+def exposed(holders: Holders, sites: Sequence[Site]) -> Exposed | None:
+    """Return what depends on one host, else on one of several zones; None: nothing does."""
+    for kind in (0, 1):
+        places = [{sites[rank][kind] for rank in ranks} for ranks in holders]
+        alone = [its.pop() for its in places if len(its) == 1]
+        if alone and (kind == 0 or len({site.zone for site in sites}) > 1):
+            return Exposed(len(alone), kind == 1, tuple(sorted(set(alone))))
+    return None
 
 
 def lost_blocks(blocks: int, held: Sequence[Collection[int]]) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from elastic_trainer.state.holders import Holders, Site, blocks_of, holders_of
+from elastic_trainer.state.holders import Exposed, Holders, Site, blocks_of, holders_of
 from elastic_trainer.state.values.layout import LayoutError, outline, pack, unpack
 from elastic_trainer.state.values.names import named_parameters
 
@@ -53,6 +53,10 @@ class Shards:
         """The ranks of this generation that hold each block; the first one owns it."""
         self.mine, self.owned = set[int](), set[int]()
         """The blocks that this worker is to hold in this generation, and those of them it owns."""
+        self.exposed: Exposed | None = None
+        """What a loss would take back to a checkpoint, as it was logged last."""
+        self.is_foreseen = False
+        """True once the memory that other worlds need was measured."""
         self.is_placed = False
         """True once this worker may have dropped what it was built with."""
         for one in members:

@@ -235,6 +235,19 @@ _WORLD = (
         "checkpoint.", has(step=STEP, blocks=WHOLE, of=WHOLE),
         "all holders of {blocks} of {of} parts of the optimizer's state are gone after step {step}",
         remedy="With buddies=2 a part survives the loss of two hosts at once."),
+    EventKind("worker.shards_exposed", WARNING,
+        "One host, or one of several zones, holds all copies of parts of the optimizer's state. "
+        "Its loss takes the run back to the newest checkpoint. Logged at each change.",
+        (*has(step=STEP, blocks=WHOLE, of=WHOLE), *reads(meaning=TEXT),
+         *may_have(hosts=NAMES, zones=NAMES)), "{meaning}",
+        remedy="Add hosts, in other zones where there are several; or set buddies to 1 or more."),
+    EventKind("worker.memory_foreseen", INFO,
+        "What a worker holds and has free after its first step, and the size of the smallest world "
+        "whose workers have memory for the optimizer's state (0: none). It is a warning if "
+        "--min-np is less.",
+        (*has(parameters_bytes=BYTES, gradients_bytes=BYTES, optimizer_bytes=BYTES,
+              held_bytes=BYTES, free_bytes=BYTES, min_workers_for_memory=WHOLE, min_workers=WHOLE,
+              optimizer_bytes_with_min_workers=BYTES), *reads(meaning=TEXT)), "{meaning}"),
     EventKind("worker.shards_differ", ERROR,
         "Two holders of a part of the optimizer's state hold different bits. The run goes back to "
         "a checkpoint from before the difference.", has(step=STEP),

@@ -40,6 +40,7 @@ from elastic_trainer.training.failures import (
 )
 from elastic_trainer.training.job.job import Job, Result, describe
 from elastic_trainer.training.microbatches import Microbatches
+from elastic_trainer.training.shard_watch import log_memory
 from elastic_trainer.training.sharded import place_shards
 from elastic_trainer.training.stages import Begun, Stage
 from elastic_trainer.training.timing import Pace
@@ -225,6 +226,7 @@ class Loop:
         self.generations.note_step(step, step_s)
         self._log_committed(step, step_s, **self.checkpointing.timing.taken())
         self.checkpointing.note_step(step_s)
+        log_memory(self.world, self.work, self.launch, self.events)
         if self.world.rank == 0:
             pace.step(step, step_s, waited_s)
 
@@ -327,7 +329,8 @@ def hooks_of(loop: Loop) -> Hooks:
                  raise_if_device_failed=partial(raise_if_failed, loop.job.device),
                  owes=lambda: loop.after_step.owes(),
                  attend=lambda: loop.after_step.evaluations.attend(),
-                 place_shards=lambda: place_shards(loop.world, loop.state, loop.events))
+                 place_shards=lambda: place_shards(
+                     loop.world, loop.state, loop.launch, loop.events))
 
 
 def lacks_memory(loop: Loop, error: BaseException) -> bool:

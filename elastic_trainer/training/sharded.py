@@ -27,10 +27,12 @@ from typing import Any
 
 import torch
 
+from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
 from elastic_trainer.state.holders import lost_blocks
 from elastic_trainer.state.live_state import LiveState
 from elastic_trainer.state.shards import Shards
+from elastic_trainer.training.shard_watch import log_exposed
 from elastic_trainer.training.work import Update, Work
 from elastic_trainer.world.collectives import World
 from elastic_trainer.world.generations import StateWithdrawn
@@ -148,7 +150,7 @@ class ShardedUpdate:
             scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
-def place_shards(world: World, state: LiveState, events: Events) -> None:
+def place_shards(world: World, state: LiveState, launch: Launch, events: Events) -> None:
     """Let each member of a new generation hold its part of the optimizer's state. All members call
     it when each has the rest. Network. Raises StateWithdrawn on all if a part is lost."""
     if (shards := state.shards) is None:
@@ -163,6 +165,7 @@ def place_shards(world: World, state: LiveState, events: Events) -> None:
             f"are gone: back to the newest checkpoint")
     shards.place(world.rank, world.sites, held)
     move_shards(world, state, held, events)
+    log_exposed(world, shards, state.committed, launch, events)
 
 
 @contextmanager
