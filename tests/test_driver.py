@@ -20,12 +20,19 @@ from typing import Any
 
 import pytest
 from cluster import is_running
+from horovod.runner.elastic.discovery import HostDiscoveryScript
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import until
 
-from elastic_trainer.config import EXIT_NO_HOSTS
-from elastic_trainer.driver.driver import STOP_MOST_S, STOP_S, MendedDriver, stop_deadline
+from elastic_trainer.config import EXIT_NO_HOSTS, Launch
+from elastic_trainer.driver.driver import (
+    STOP_MOST_S,
+    STOP_S,
+    MendedDriver,
+    stop_deadline,
+    worker_environment,
+)
 from elastic_trainer.driver.horovodrun import check_version
 from elastic_trainer.driver.hosts import (
     Discovery,
@@ -35,12 +42,13 @@ from elastic_trainer.driver.hosts import (
     addresses_in,
     parse_hosts,
     way_to,
+    zones_in,
 )
 from elastic_trainer.driver.process import WorkerProcess
 from elastic_trainer.driver.reach import Reach
 from elastic_trainer.driver.roster import End, Phase, Start, Worker
 from elastic_trainer.events.log import Events
-from elastic_trainer.host import remote
+from elastic_trainer.host import own, remote
 from elastic_trainer.host.lines import MAX_LINE_BYTES
 from elastic_trainer.wire.messages import DriverClient, DriverUnreachable, MessageServer
 from elastic_trainer.wire.seal import worker_key
@@ -74,7 +82,7 @@ def test_a_host_has_the_default_slots_when_its_line_names_none(names: list[str],
     ":1", "a:", "a:0", "a:-1", "a:+1", "a:1.5", "a:1_0", "a:\u00b2", "a b:1", "a: 1", "a :1",
     "a:1 # the first", "a:1:", "Traceback (most recent call last):", "a:" + "9" * 5000,
     "a:1 -oProxyCommand=id", "a:1 b:x", "a:1 b:1:1", "a b", "-oProxyCommand=id:1", "a..b:1",
-    "a" * 64 + ":1", "a\0:1",
+    "a" * 64 + ":1", "a\0:1", "a:1 zone=-x", "a:1 zone=x zone=y", "a:1 zone=x b",
     "<html>"])
 def test_the_whole_list_is_refused_when_one_line_is_no_host(line: str) -> None:
     """A torn or wrong list is unknown, not shorter. What ssh would take for an option is no name.
@@ -89,6 +97,25 @@ def test_a_host_s_address_is_read_beside_its_name(hosts: dict[str, str]) -> None
     text = "".join(f"{host}:2 {address}".rstrip() + "\n" for host, address in hosts.items())
     assert parse_hosts(text, None) == dict.fromkeys(hosts, 2)
     assert addresses_in(text) == {host: address for host, address in hosts.items() if address}
+
+
+def test_a_host_s_zone_is_read_beside_its_name_and_reaches_its_worker(tmp_path: Path) -> None:
+    """The script prints it for our driver alone: that of plain horovodrun would refuse the line."""
+    text = "a:2 10.0.0.7:41234 zone=eu-1a\nb:1 zone=eu-1b\nc:1\n"
+    assert parse_hosts(text, None) == {"a": 2, "b": 1, "c": 1}
+    assert addresses_in(text) == {"a": "10.0.0.7:41234"}
+    assert zones_in(text) == {"a": "eu-1a", "b": "eu-1b"}
+    (tmp_path / "hosts").write_text(text)
+    script = own.listing(str(tmp_path / "hosts"))
+    plain = subprocess.run(script, shell=True, capture_output=True, text=True, check=True).stdout
+    assert plain == "a:2 10.0.0.7:41234\nb:1\nc:1\n"
+    settings = SimpleNamespace(discovery=HostDiscoveryScript(script, 1), elastic_timeout=None)
+    discovery = Discovery(settings, Events(None), False)
+    assert discovery.hosts_now() == {"a": 2, "b": 1, "c": 1}
+    assert discovery.zones == {"a": "eu-1a", "b": "eu-1b"}
+    env = worker_environment(Start("b/0/1", "b", 0), "10.0.0.1", 1, b"key", {},
+                             discovery.zones["b"])
+    assert Launch.from_environment(env).zone == "eu-1b"
 
 
 def test_a_host_is_reached_at_its_address_under_its_own_name() -> None:

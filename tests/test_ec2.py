@@ -22,10 +22,11 @@ from faulty_proxy import FaultyProxy
 from moto_server import moto_server
 from s3_servers import Unavailable
 
-from elastic_trainer.discovery.hosts import History, Policy, decide
+from elastic_trainer.discovery.hosts import History, Policy, decide, lines
 from elastic_trainer.discovery.place_protocol import PlaceUnavailable
 from elastic_trainer.discovery.places.ec2 import Ec2
 from elastic_trainer.discovery.poll import once
+from elastic_trainer.driver.hosts import zones_in
 
 ROOT = Path(__file__).resolve().parent.parent
 TAGS = {"Job": "mine"}
@@ -89,6 +90,15 @@ def test_spot_instances_with_the_tags_are_the_hosts(moto: str, proxy: FaultyProx
     hosts = once(Ec2(TAGS, cpu_slots=3), Policy()).splitlines()
     assert sorted(hosts) == sorted(f"{found[i].name}:{found[i].slots}" for i in spot + gpus)
     assert len(once(Ec2(TAGS), Policy(lifecycle="any")).splitlines()) == 4
+
+
+def test_the_list_has_the_zone_of_each_instance(moto: str, proxy: FaultyProxy) -> None:
+    """EC2's availability zone, in the form in which the driver reads it."""
+    ec2, found = client("ec2", moto), launch(moto, 2)
+    placement = {it["InstanceId"]: it["Placement"]["AvailabilityZone"] for it in
+                 ec2.describe_instances(InstanceIds=found)["Reservations"][0]["Instances"]}
+    decision = decide(Ec2(TAGS, host_name="instance-id").instances(), {}, History(), 0.0, Policy())
+    assert zones_in(lines(decision.history, with_zones=True)) == placement
 
 
 def test_all_pages_are_read_or_none(moto: str, proxy: FaultyProxy) -> None:

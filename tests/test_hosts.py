@@ -408,6 +408,16 @@ def test_a_host_s_address_follows_its_name_onto_the_list() -> None:
     assert addresses_in(wanted) == {"host-1": "10.0.0.1", "host-3": "host-3:41234"}
 
 
+def test_a_host_s_zone_follows_its_name_onto_the_list() -> None:
+    """A zone with a name that no line can have is unknown, and the host stays."""
+    fleet, polls = [replace(instance(number), zone=zone) for number, zone in enumerate(
+        ("eu-1a", "", "a b"), 1)], Polls()
+    polls(0.0, [replace(fleet[0], address="10.0.0.1"), *fleet[1:]])
+    assert lines(polls.history, with_zones=True) == (
+        "host-1:1 10.0.0.1 zone=eu-1a\nhost-2:1\nhost-3:1\n")
+    assert lines(polls.history) == "host-1:1 10.0.0.1\nhost-2:1\nhost-3:1\n"
+
+
 def test_a_name_that_returns_with_another_incarnation_is_another_host() -> None:
     """A notice, a stop or a fault of the one before does not hold for it, and its address is its
     own. (A place that gives a name again makes it unique: the hosts file has two names then.)"""

@@ -19,8 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.holders import (
+    Exposed,
     Site,
     blocks_of,
+    exposed,
     holders_of,
     lost_blocks,
     moves_between,
@@ -28,6 +30,12 @@ from elastic_trainer.state.holders import (
 from elastic_trainer.state.shards import Shards
 from elastic_trainer.training.job.job import require_shardable
 from elastic_trainer.training.job.shardable import shard_refusal
+from elastic_trainer.training.shard_remarks import (
+    Measured,
+    exposed_sentence,
+    is_too_small,
+    memory_sentence,
+)
 from elastic_trainer.views.verify import verify
 
 Twin = Callable[..., str]
@@ -93,6 +101,38 @@ def test_goes_back_to_a_checkpoint_when_both_holders_of_a_part_are_lost(tmp_path
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
         assert not cluster.events("worker.shards_lost")
     assert result["attempts"] == 1
+
+
+def test_no_step_is_lost_with_a_whole_zone(tmp_path: Path, twin_of: Twin) -> None:
+    """Both hosts of one of two zones die in the same step. Before, no zone holds a part alone."""
+    plan = Plan().kill(host=host(1), at="step.computed", step=14)
+    plan.kill(host=host(2), at="step.computed", step=14)
+    cluster = Cluster(tmp_path, job=(*FEW, *SHARD), plan=plan)
+    cluster.hosts_file.write_text("".join(
+        f"{host(rank)}:1 zone={zone}\n" for rank, zone in enumerate("abba")))
+    with cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
+        assert not cluster.events("worker.shards_lost")
+        assert not cluster.events("worker.shards_exposed")
+        foreseen = cluster.events("worker.memory_foreseen")
+    assert result["attempts"] == 1
+    assert foreseen and all(one["min_workers_for_memory"] == 1 for one in foreseen)
+    assert foreseen[0]["held_bytes"] < 0.7 * foreseen[0]["optimizer_bytes"]
+
+
+def test_a_zone_that_holds_parts_alone_is_logged_once_until_that_changes(tmp_path: Path) -> None:
+    """Three of four hosts are in one zone; the fourth leaves, and one zone is no more risk than its
+    hosts."""
+    plan = Plan().kill(host=host(3), at="step.prepared", step=14)
+    cluster = Cluster(tmp_path, job=(*FEW, *SHARD), plan=plan)
+    cluster.hosts_file.write_text("".join(
+        f"{host(rank)}:1 zone={zone}\n" for rank, zone in enumerate("aaab")))
+    with cluster:
+        assert cluster.finish() == 0
+        [logged] = cluster.events("worker.shards_exposed")
+    assert logged["zones"] == ["a"] and 0 < logged["blocks"] < logged["of"]
+    assert "Add hosts in other zones" in logged["meaning"]
 
 
 @pytest.mark.parametrize(("first", "second"), [((SHARD, 4), ((), 3)), (((), 2), (SHARD, 4)),
@@ -311,6 +351,38 @@ def test_a_host_in_another_zone_receives_its_part_and_no_other_block_moves() -> 
     holders = holders_of(sizes, sites, [*held, set()], 2)
     moves = moves_between(sizes, [*held, set()], holders)
     assert {move.target for move in moves} == {3} and len(moves) <= 120 * 2 / 4 + 1
+
+
+@pytest.mark.parametrize(("sites", "holders", "found", "remedy"), [
+    ([(7, 1)], [(0,), (0,)], Exposed(2, False, (7,)), "All workers are on one host (1). Add"),
+    ([(7, 1), (7, 1)], [(0, 1)], Exposed(1, False, (7,)), "All workers are on one host (2). Add"),
+    ([(7, 1), (8, 2)], [(0,), (1,)], Exposed(2, False, (7, 8)), "Set buddies=1."),
+    ([(7, 1), (8, 1), (9, 2)], [(0, 1), (0, 2)], Exposed(1, True, (1,)), "Add hosts in other zon"),
+    ([(7, 1), (8, 2)], [(0, 1)], None, ""), ([(7, 0), (8, 0)], [(0, 1)], None, "")])
+def test_what_one_host_or_zone_holds_alone_is_found_with_its_remedy(
+        sites: Any, holders: Any, found: Exposed | None, remedy: str) -> None:
+    places = [Site(*site) for site in sites]
+    assert exposed(holders, places) == found
+    if found:
+        sentence = exposed_sentence(found, ["x"], places, len(holders), len(holders[0]) - 1)
+        assert "takes the run back to the newest checkpoint" in sentence
+        assert f"{found.blocks} of {len(holders)} parts" in sentence and remedy in sentence
+
+
+@pytest.mark.parametrize(("free", "largest", "min_workers", "needs", "words"), [
+    (100, 5, 1, 1, "(--min-np)"), (20, 5, 1, 4, "Set --min-np 4"), (20, 5, 4, 4, "(--min-np)"),
+    (0, 5, 0, 6, "Set --min-np 6"), (0, 40, 8, 0, "No number of workers")])
+def test_the_smallest_world_with_enough_memory_is_found(
+        free: int, largest: int, min_workers: int, needs: int, words: str) -> None:
+    """A worker of the world of that size has memory for its part and the largest block."""
+    one = Measured(parameters=100, gradients=100, optimizer=100, largest=largest, held=40,
+                   free=free, copies=2)
+    assert one.optimizer_with(1) == one.optimizer_with(2) == 100
+    assert one.optimizer_with(8) == 25 + largest
+    assert one.min_workers == needs and words in memory_sentence(one, 5, min_workers)
+    assert is_too_small(one, min_workers) == (words != "(--min-np)")
+    if needs > 1:
+        assert one.optimizer_with(needs) <= one.held + one.free < one.optimizer_with(needs - 1)
 
 
 # --- which optimizers ----------------------------------------------------------------------------
