@@ -114,8 +114,9 @@ def test_a_host_s_zone_is_read_beside_its_name_and_reaches_its_worker(tmp_path: 
     assert discovery.hosts_now() == {"a": 2, "b": 1, "c": 1}
     assert discovery.zones == {"a": "eu-1a", "b": "eu-1b"}
     env = worker_environment(Start("b/0/1", "b", 0), "10.0.0.1", 1, b"key", {},
-                             discovery.zones["b"])
-    assert Launch.from_environment(env).zone == "eu-1b"
+                             discovery.zones["b"], 2)
+    launch = Launch.from_environment(env)
+    assert (launch.zone, launch.min_workers) == ("eu-1b", 2)
 
 
 def test_a_host_is_reached_at_its_address_under_its_own_name() -> None:

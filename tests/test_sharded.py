@@ -319,7 +319,8 @@ def test_a_block_has_holders_in_several_zones_as_far_as_no_rank_holds_more_than_
         found = placed(sizes, sites, held, copies)
         assert in_one_zone(sizes, sites, found) <= most + 0.02
         assert max(map(len, found)) <= 120 * copies / len(zones) + 1
-        assert placed(sizes, sites, found, copies) == found
+        again = moves_between(sizes, found, holders_of(sizes, sites, found, copies))
+        assert len(again) <= 0.02 * 120
 
 
 @pytest.mark.parametrize("copies", (2, 3))
@@ -334,7 +335,7 @@ def test_blocks_stay_in_several_zones_whatever_the_fleet_did(copies: int) -> Non
         most = max(sum(site.zone == one.zone for one in sites) for site in sites) / len(sites)
         needed = max(0.0, copies * most - copies + 1)
         if len({site.zone for site in sites}) > 1:
-            assert in_one_zone(sizes, sites, held) <= needed + 0.2
+            assert in_one_zone(sizes, sites, held) <= needed + max(sizes) / sum(sizes)
         if len(sites) < 3 or choose.random() < 0.5:
             sites, held = [*sites, Site(change + 10, choose.randrange(3))], [*held, set()]
             continue

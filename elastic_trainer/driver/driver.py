@@ -126,7 +126,7 @@ def membership_of(settings: Any, attempt: Attempt) -> Membership:
 
 
 def worker_environment(start: Start, address: str, port: int, key: bytes,
-                       here: Mapping[str, str], zone: str = "") -> dict[str, str]:
+                       here: Mapping[str, str], zone: str, min_workers: int) -> dict[str, str]:
     """Return the variables that name a worker's place, its driver and its own key; with `here`, the
     driver's environment on this machine, its GPU too."""
     return {
@@ -135,6 +135,7 @@ def worker_environment(start: Start, address: str, port: int, key: bytes,
         "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo", "PYTHONUNBUFFERED": "1",
         "HOROVOD_GLOO_RENDEZVOUS_ADDR": address, "HOROVOD_GLOO_RENDEZVOUS_PORT": "0",
         "ELASTIC_TRAINER_DRIVER": f"{address}:{port}", "ELASTIC_TRAINER_ZONE": zone,
+        "ELASTIC_TRAINER_MIN_WORKERS": str(min_workers),
         "ELASTIC_TRAINER_KEY": worker_key(key, start.worker).hex(),
         "ELASTIC_TRAINER_WORKER": start.worker} | local_gpus.place_of(here, start.host)
 
@@ -189,8 +190,6 @@ class MendedDriver:
         self.messages = MessageHandler(self.membership, events, self.lock,
                                 Hooks(self._decide_soon, self._worker_is_ready))
         self.locations, self.tracebacks = Locations(), Tracebacks()
-        self.zones: Mapping[str, str] = {}
-        """The zone of each host, as far as it is known."""
         self.reached = Reached(self.attempt.newest_step, self.attempt.resume_step)
         self.processes: dict[str, WorkerProcess] = {}
         self.forwards: list[threading.Thread] = []
@@ -213,7 +212,7 @@ class MendedDriver:
         """
         discovery = Discovery(self.settings, self.events, self.attempt.had_hosts)
         hosts = discovery.first_hosts()
-        self.locations.addresses, self.zones = discovery.addresses, discovery.zones
+        self.locations.addresses, self.locations.zones = discovery.addresses, discovery.zones
         self.address = own_address(self.settings, map(self.locations.reached_at, hosts))
         self.server = MessageServer(self.address, self.key, self.messages.take,
                                     self.messages.refusals.refuse,
@@ -324,8 +323,7 @@ class MendedDriver:
         address = self.locations.addresses.get(start.host, start.host)
         env = ALLOCATOR | HASH_SEED | FAULTHANDLER | self.env | worker_environment(
             start, self.address, self.server.address[1], self.key, {} if is_remote else self.env,
-            self.zones.get(start.host, ""))
-        env["ELASTIC_TRAINER_MIN_WORKERS"] = str(self.membership.rounds.min_workers)
+            self.locations.zones.get(start.host, ""), self.membership.rounds.min_workers)
         try:
             process = WorkerProcess(start, through_shim(self.command, env, not is_remote), env,
                                     self.reach, sys.stdout, address if is_remote else None,

@@ -193,6 +193,8 @@ class Locations:
         self.is_here: dict[str, bool] = {}
         self.addresses: Mapping[str, str] = {}
         """Those of hosts that are not reached by their names."""
+        self.zones: Mapping[str, str] = {}
+        """Those of hosts whose place reports them."""
         self._failed_at: dict[str, float] = {}
         """Host without an address → the time of its newest lookup."""
 
