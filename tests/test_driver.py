@@ -113,7 +113,7 @@ def test_a_host_s_zone_is_read_beside_its_name_and_reaches_its_worker(tmp_path: 
     discovery = Discovery(settings, Events(None), False)
     assert discovery.hosts_now() == {"a": 2, "b": 1, "c": 1}
     assert discovery.zones == {"a": "eu-1a", "b": "eu-1b"}
-    env = worker_environment(Start("b/0/1", "b", 0), "10.0.0.1", 1, b"key", {},
+    env = worker_environment(Start("b", 0, "b/0/1"), "10.0.0.1", 1, b"key", {},
                              discovery.zones["b"], 2)
     launch = Launch.from_environment(env)
     assert (launch.zone, launch.min_workers) == ("eu-1b", 2)
