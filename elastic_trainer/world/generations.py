@@ -128,6 +128,11 @@ class Idle:
                 f"events worker.generation_broken have the errors.")
 
 
+def crc(name: str) -> int:
+    """Return a number of a host or zone; 0 of none."""
+    return zlib.crc32(name.encode())
+
+
 class Generations:
     """One worker's membership in the run, over all generations."""
 
@@ -346,12 +351,11 @@ class Generations:
 
     def _exchange_statuses(self, state: LiveState) -> list[WorkerStatus]:
         """Exchange where each worker stands, by rank. Network: one allgather."""
-        host, zone = (zlib.crc32(one.encode()) for one in (self._launch.host, self._launch.zone))
         paused_s = time.monotonic() - self._left_at
         mine = torch.tensor([WorkerStatus(
             state.ticks, state.begun, state.has_state, state.last_vote, int(1000 * paused_s),
-            self.arithmetic, self.pauses.form(), self.hooks.owes(), host,
-            state.frozen.status(), zone).encode()])
+            self.arithmetic, self.pauses.form(), self.hooks.owes(),
+            crc(self._launch.host), state.frozen.status(), crc(self._launch.zone)).encode()])
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
         statuses = [WorkerStatus.decode(numbers) for numbers in everyone.tolist()]
         self.world.sites = tuple(Site(status.host, status.zone) for status in statuses)
