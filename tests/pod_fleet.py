@@ -103,7 +103,7 @@ class PodFleet(Cluster):
     def end(self) -> None:
         """End nothing: the pods end with the lab."""
 
-    def wait(self, deadline_s: float = 300.0) -> int:
+    def wait(self, deadline_s: float = 600.0) -> int:
         """Wait until the coordinator's Job is complete; returns 0, or 1 if it has failed."""
         def verdict() -> Any:
             return {one["type"] for one in self.get_job("coordinator").get("status", {}).get(

@@ -259,7 +259,7 @@ class SlurmFleet(Fleet):
                                cwd=self.folder, check=check, COORDINATOR="--partition=cpu",
                                **self.env)
 
-    def wait(self, deadline_s: float = 150.0) -> int:
+    def wait(self, deadline_s: float = 600.0) -> int:
         """Wait until the coordinator's job has ended; returns its exit code."""
         def ended() -> str:
             state = self.slurm.state_of(self.coordinator)
