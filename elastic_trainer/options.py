@@ -121,10 +121,11 @@ class Own(TypedDict, total=False):
     best: Annotated[KeepBest | None, Option(None)]
     """Keep the checkpoint of the step with the best evaluation, and finish the run when no better
     one comes: `keep_best("accuracy", mode="max", patience=5)`. It is part of the state."""
-    precision: Annotated[str, Option("fp32", choices=("fp32", "bf16", "fp16"))]
+    precision: Annotated[str, Option("fp32", choices=("fp32", "bf16", "fp16", "bf16-master"))]
     """The precision of the forward pass: "bf16" or "fp16" let torch.autocast be on while your code
     computes a batch, also in the warm-up and in evaluate(). Weights keep their type. "fp16" makes a
-    `scaler`, if none is given. docs/guide/optimization.md."""
+    `scaler`, if none is given. "bf16-master" is "bf16", and the weights have 16 bits, too, beside
+    masters in 32 bits in the optimizer's state. docs/guide/optimization.md."""
     scaler: Annotated[GradScaler | None, Option(None)]
     """Scales the loss, for training in 16 bits. It is part of the state."""
     order: Annotated[str | Order, Option(

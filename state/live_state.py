@@ -50,6 +50,10 @@ from elastic_trainer.state.values.names import ModelParameters, with_plain_names
 from elastic_trainer.state.values.optimizer_values import OptimizerValues
 
 
+MASTERS = "bf16-master"
+"""The precision whose weights have masters in the optimizer's state (training/job/masters.py)."""
+
+
 class LiveState:
     """Model, optimizer and scaler of this worker, and its place in the run."""
 
@@ -373,6 +377,7 @@ def require_fit(state: LiveState, values: dict[str, Any]) -> None:
     if present(values["identity"]) != state.identity:
         raise LayoutError(f"it is of a job with {values['identity']}, but this job has "
                           f"{state.identity}")
+    _require_same_masters(values.get("settings", {}), state.settings)
     absent = absent_from(values)
     for kind, mine in (("parameters", state.parameters.named()), ("buffers", state.buffers)):
         _require_same_tensors(kind, values[kind], {
@@ -396,6 +401,16 @@ def require_fit(state: LiveState, values: dict[str, Any]) -> None:
     if values["extras"].keys() != state.extras.keys():
         raise LayoutError(f"the objects in state are {sorted(values['extras'])} there and "
                           f"{sorted(state.extras)} in this job")
+
+
+def _require_same_masters(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raise LayoutError if weights have masters on one side only."""
+    was, now = theirs.get("precision", "fp32"), mine.get("precision", "fp32")
+    if mine and was != now and MASTERS in (was, now):
+        raise LayoutError(
+            f"it was written with precision {was!r}, and this job has {now!r}, but only "
+            f"{MASTERS!r} keeps masters of the weights. Use precision={was!r}, or give the run another name "
+            f"(--run, run_dir)")
 
 
 def _require_same_tensors(kind: str, theirs: dict[str, torch.Tensor],

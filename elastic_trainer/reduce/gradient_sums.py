@@ -81,6 +81,8 @@ class Gradients:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
         self.names, self.everyone = list(parameters), list(parameters.values())
+        self.receivers: list[torch.nn.Parameter] = self.everyone
+        """What gets the gradient of each parameter for the optimizer, in its `.grad`."""
         self.isolates = False
         """Each micro-batch has gradients of its own, which are added to the sums after it (rule
         2)."""
@@ -155,10 +157,17 @@ class Gradients:
         if self._are_handed_out(used):
             return
         views = dict(zip(self.members, self._views, strict=True))
-        for number, parameter in enumerate(self.everyone):
+        for number, receiver in enumerate(self.receivers):
             gradient = views[number] if used[number] else None
-            if parameter.grad is not gradient:  # setting it takes longer than this comparison
-                parameter.grad = gradient if gradient is None else gradient.to(parameter.dtype)
+            if receiver.grad is not gradient:  # setting it takes longer than this comparison
+                receiver.grad = gradient if gradient is None else gradient.to(receiver.dtype)
+
+    def hand_back(self) -> None:
+        """Let `.grad` of the parameters have what the optimizer has got, as after a plain step."""
+        for parameter, receiver in zip(self.everyone, self.receivers, strict=True):
+            if receiver is not parameter:
+                gradient, receiver.grad = receiver.grad, None
+                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def _are_handed_out(self, used: Sequence[float]) -> bool:
         """True if each `.grad` is as `hand_out` sets it: the usual case."""

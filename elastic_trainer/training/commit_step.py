@@ -151,6 +151,7 @@ class StepEnd:
             sharded.apply(optimizer, lambda: self._step(optimizer))
         else:
             self._step(optimizer)
+        self.flat.gradients.hand_back()
         if job.scaler:
             job.scaler.update()
         state.extra_state.apply()
@@ -159,18 +160,21 @@ class StepEnd:
         """Make what is in `.grad` the gradient that the optimizer is to see."""
         job = self.job
         if job.scaler:
-            job.scaler.unscale_(optimizer)
-        moved = job.model.parameters() if self.state.phases == 1 else parameters_of(optimizer)
+            with job.masters.in_groups(self.state, optimizer):
+                job.scaler.unscale_(optimizer)
+        moved = [*map(job.masters.of, job.model.parameters() if self.state.phases == 1
+                      else parameters_of(optimizer))]
         if job.clip_norm is not None:
             self.grad_norm = torch.nn.utils.clip_grad_norm_(moved, job.clip_norm)
         if job.clip_value is not None:
             torch.nn.utils.clip_grad_value_(moved, job.clip_value)
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.job.scaler:
-            self.job.scaler.step(optimizer)
-        else:
-            optimizer.step()
+        with self.job.masters.moving(self.state, optimizer):
+            if self.job.scaler:
+                self.job.scaler.step(optimizer)
+            else:
+                optimizer.step()
 
     @torch.no_grad()
     def prepare(self, world: World, microbatches: Microbatches) -> None:

@@ -49,6 +49,7 @@ class ShardedUpdate:
 
     def __init__(self, work: Work, ready: Callable[[torch.optim.Optimizer], None]):
         self.work, self.state, self.flat = work, work.state, work.flat
+        self.masters = work.job.masters
         self._ready = ready
         """Makes what is in `.grad` the gradient that the optimizer is to see."""
         self.error: Exception | None = None
@@ -79,8 +80,9 @@ class ShardedUpdate:
 
     def _moved(self, optimizer: torch.optim.Optimizer) -> Moved:
         """Return the parameters that have a gradient for the optimizer of this phase, by block."""
-        its = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        every = {block: [p for _, p in self.shards.of(block) if p.grad is not None and id(p) in its]
+        its = {id(p) for group in optimizer.param_groups for p in group["params"]
+               if self.masters.of(p).grad is not None}
+        every = {block: [p for _, p in self.shards.of(block) if id(p) in its]
                  for block in range(len(self.shards.blocks))}
         return {block: parameters for block, parameters in every.items() if parameters}
 
@@ -91,7 +93,8 @@ class ShardedUpdate:
             return torch.empty(0, dtype=torch.uint8, device=self.flat.device)
         try:
             with _tried(self.state, optimizer, parameters), self._alone(parameters):
-                optimizer.step()
+                with self.masters.moving(self.state, optimizer):
+                    optimizer.step()
                 return torch.cat([_bytes_of(p) for p in parameters])
         except Exception as error:  # the others wait for these bytes; the vote informs them
             self.error = error
@@ -131,8 +134,9 @@ class ShardedUpdate:
     @contextmanager
     def _alone(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
         """Let the optimizer see the gradients of these parameters alone."""
-        kept, own = [(p, p.grad) for p in self.shards.parameters], set(map(id, parameters))
-        for p in self.shards.parameters:
+        seen = [*map(self.masters.of, self.shards.parameters)]
+        kept, own = [(p, p.grad) for p in seen], {id(self.masters.of(p)) for p in parameters}
+        for p in seen:
             if id(p) not in own and p.grad is not None:
                 p.grad = None
         try:

@@ -85,6 +85,7 @@ class Work:
         """Those that the job was built with. A checkpoint brings others."""
         self.replica = Replica(self.state)
         self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device, job.buffers)
+        self.flat.gradients.receivers = [*map(job.masters.of, self.flat.gradients.everyone)]
         self.reducer: Reducer = ExactReducer(
             self.flat, job.schedule.microbatches, sending.bucket_bytes)
         if reduce != "exact":

@@ -51,7 +51,8 @@ class Swa:
 class Average:
     """The averaged weights of a model."""
 
-    def __init__(self, model: torch.nn.Module, ema: float | None, swa: Swa | None):
+    def __init__(self, model: torch.nn.Module, ema: float | None, swa: Swa | None,
+                 in_32_bits: bool = False):
         self._model, self._swa = model, swa
         self.settings: dict[str, Any] = (
             {"ema": ema} if swa is None else {"swa": [swa.from_step, swa.every]})
@@ -59,7 +60,9 @@ class Average:
         self._mean = (made.get_swa_multi_avg_fn() if ema is None
                       else made.get_ema_multi_avg_fn(ema))
         self.parameters = named_parameters(model)
-        self.weights = {name: p.detach().clone() for name, p in self.parameters.items()}
+        self.weights = {
+            name: p.detach().to(torch.float32 if in_32_bits and p.is_floating_point() else p.dtype,
+                                copy=True) for name, p in self.parameters.items()}
         self.updates = 0
         """How many steps are in the average."""
         self.is_shown = False
@@ -76,9 +79,13 @@ class Average:
                 mine.copy_(now)
         else:
             count = torch.tensor(self.updates)
-            for dtype in sorted({mine.dtype for mine, _ in pairs}, key=str):
-                alike = [pair for pair in pairs if pair[0].dtype == dtype]
+            for dtype in sorted({mine.dtype for mine, now in pairs if mine.dtype == now.dtype},
+                                key=str):
+                alike = [pair for pair in pairs if pair[0].dtype == pair[1].dtype == dtype]
                 self._mean([mine for mine, _ in alike], [now for _, now in alike], count)
+            for mine, now in pairs:
+                if mine.dtype != now.dtype:  # one by one: each is copied
+                    self._mean([mine], [now.to(mine.dtype)], count)
         self.updates += 1
 
     # --- in the state -----------------------------------------------------------------------------
@@ -102,7 +109,8 @@ class Average:
             raise RuntimeError("the averaged weights are in the model already. Use one block `with "
                                "trainer.averaged()`, not one in another.")
         # What a BatchNorm refresh or the user's code writes to is a copy.
-        self._aside = [(p, self.weights[name].clone()) for name, p in self.parameters.items()]
+        self._aside = [(p, self.weights[name].to(p.dtype, copy=True))
+                       for name, p in self.parameters.items()]
         self._aside += [(b, b.detach().clone()) for b in self._model.buffers()]
         self._exchange()
         self.is_shown = True
@@ -135,8 +143,10 @@ def shown(average: Average | None) -> AbstractContextManager[None]:
     return average.shown()
 
 
-def average_of(model: torch.nn.Module, ema: float | None, swa: Swa | None) -> Average | None:
-    return Average(model, ema, swa) if ema is not None or swa else None
+def average_of(model: torch.nn.Module, ema: float | None, swa: Swa | None, *,
+               in_32_bits: bool) -> Average | None:
+    """Return the average of the weights; `in_32_bits`, whatever their type is."""
+    return Average(model, ema, swa, in_32_bits) if ema is not None or swa else None
 
 
 def extras_with(ours: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -39,9 +39,11 @@ from elastic_trainer.schedule.order import facts_of
 from elastic_trainer.schedule.schedule import Schedule
 from elastic_trainer.state.checkpoints.cadence import Cadence
 from elastic_trainer.state.checkpoints.checkpoint import Plan
+from elastic_trainer.state.live_state import MASTERS
 from elastic_trainer.state.values.names import named_parameters
 from elastic_trainer.state.values.supported import refusal, refused_dataset
 from elastic_trainer.training.job.averages import Average, Swa, average_of, extras_with, shown
+from elastic_trainer.training.job.masters import Masters, masters_of
 from elastic_trainer.training.job.optimizers import (
     Several,
     as_one,
@@ -104,6 +106,7 @@ class Job:
     average: Average | None = None
     best: Best | None = None
     precision: Precision = field(default_factory=Precision)
+    masters: Masters = field(default_factory=Masters)
     logs: bool = False
     """There are loggers, so the run has an id."""
     after_step: Callable[[int], None] = lambda step: None
@@ -153,7 +156,7 @@ def checked(model: torch.nn.Module,
     """Return the job that the options describe. Raises ConfigError."""
     optimizer = as_one(given) if isinstance(given, Mapping) else given
     device = require_model(model, optimizer)
-    require_shardable(model, optimizer, options["shard"])
+    require_separable(model, optimizer, options)
     require_objects(options)
     min_samples = options["min_microbatch_samples"]
     if min_samples is None:
@@ -169,7 +172,8 @@ def checked(model: torch.nn.Module,
     rates = options["lr"]
     if isinstance(rates, LinearScaling):
         rates = rates.of_batch(numbers.global_batch)
-    average = average_of(model, options["ema"], options["swa"])
+    average = average_of(model, options["ema"], options["swa"],
+                         in_32_bits=options["precision"] == MASTERS)
     best = Best(options["best"]) if options["best"] else None
     scheduler, rate = split_schedule(rates, optimizer, numbers.steps, words)
     collate = collate_of(options)
@@ -201,6 +205,7 @@ def checked(model: torch.nn.Module,
         device=device,
         words=words,
         phases=tuple(optimizer.members) if isinstance(optimizer, Several) else ("",),
+        masters=masters_of(options["precision"], model, optimizer),  # last: it changes the model
     )
 
 
@@ -254,19 +259,24 @@ def require_one_device(model: torch.nn.Module) -> None:
             f"docs/guide/large.md has what needs less memory.")
 
 
-def require_shardable(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-                      shard: str | None) -> None:
-    """Raise ConfigError if the optimizer's state is to be sharded and cannot be."""
-    for one in members_of(optimizer) if shard else ():
+def require_separable(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                      options: Options) -> None:
+    """Raise ConfigError if the optimizer's state is to be sharded, or to have masters, and
+    cannot."""
+    asked = {f"shard={options['shard']!r}": options["shard"],
+             f"precision={MASTERS!r}": options["precision"] == MASTERS}
+    if not (option := next((text for text, is_asked in asked.items() if is_asked), "")):
+        return
+    for one in members_of(optimizer):
         if why := shard_refusal(one):
-            raise ConfigError(f"shard={shard!r}: {why}. Leave shard out, or use an optimizer that "
+            raise ConfigError(f"{option}: {why}. Leave {option} out, or use an optimizer that "
                               f"treats each parameter by itself, as torch.optim.AdamW does.")
-    names = {id(p): name for name, p in named_parameters(model).items()} if shard else {}
+    names = {id(p): name for name, p in named_parameters(model).items()}
     if shared := sharing_memory({names[id(p)]: p for p in parameters_of(optimizer)
                                  if id(p) in names}):
-        raise ConfigError(f"shard={shard!r}: the parameters {' and '.join(shared)} lie in one "
+        raise ConfigError(f"{option}: the parameters {' and '.join(shared)} lie in one "
                           f"memory, so a step of one moves the other. Tie them as one parameter "
-                          f"(b.weight = a.weight), or leave shard out.")
+                          f"(b.weight = a.weight), or leave {option} out.")
 
 
 def require_objects(options: Options) -> None:

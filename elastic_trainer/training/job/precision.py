@@ -21,7 +21,7 @@ A pass is known by the number that autograd gives it (`torch._C._current_graph_t
 torch/autograd/graph.py 2.13). Gradients that the user's code puts into `.grad` by itself are
 trusted if it has scaled any loss in the same batch.
 
-What it does not do: cast weights, gradients or the optimizer's values (they keep their types). It
+What it does not do: cast weights (masters.py does), gradients or the optimizer's values. It
 takes an own pass through reentrant checkpointing for an unscaled one.
 
 Source: torch/amp/autocast_mode.py (2.13) for the nesting and the cache.
@@ -39,9 +39,11 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.reduce.gradient_sums import Gradients
+from elastic_trainer.state.live_state import MASTERS
 from elastic_trainer.state.values.supported import some
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16,
+              MASTERS: torch.bfloat16}
 AROUND = (
     "torch.autocast is on where a batch begins. Its cache would keep the 16-bit weights of the "
     "first step, so later steps would not see the new weights. Give precision=\"bf16\" (or "

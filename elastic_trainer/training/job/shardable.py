@@ -1,4 +1,4 @@
-"""Whether an optimizer can be sharded: it must treat each parameter by itself.
+"""Whether an optimizer treats each parameter by itself: else it cannot be sharded, or move masters.
 
 optimizer (its class, attributes and groups) → here: tried on two small parameters → "" or why not
 
@@ -38,7 +38,8 @@ def shard_refusal(optimizer: torch.optim.Optimizer) -> str:
     if (any(getattr(optimizer, name, None) for name in HOOKS)
             or any(getattr(of_all, name, None) for name in HOOKS_OF_ALL)):
         return (f"the optimizer {kind} has hooks of its steps, which would run several times in a "
-                f"step. Remove them, or put the code after the inner loop")
+                f"step, or see other tensors than the model's. Remove them, or put the code after "
+                f"the inner loop")
     if _is_replaced(optimizer):
         return (f"the step of the optimizer {kind} was replaced by a function, which would run "
                 f"several times in a step. Put its code after the inner loop, or into a class")

@@ -1,0 +1,144 @@
+"""Weights in 16 bits whose optimizer moves masters in 32 (precision="bf16-master").
+
+model as the script built it → here → parameters in bf16, a master of each in the optimizer's state
+reduced gradient (32 bits) → here: the optimizer's groups have the masters for a step → bf16 weights
+
+What always holds:
+1. A master is an entry of the optimizer's state, under MASTER. So it is sharded, moved to another
+   worker, compared, and kept in checkpoints as all that the optimizer keeps of a parameter.
+2. Outside of a step of the optimizer its groups and its state name the model's parameters. In it
+   they name a stand-in of each, in 32 bits. A stand-in has the master's memory, or no memory if
+   this worker does not hold the master, and its `.grad` is the sum of the gradients in 32 bits. So
+   an optimizer gives the bits that it gives a model in 32 bits with these gradients.
+3. A weight is its master, rounded. Where it is not, code after the inner loop has changed it: then
+   the weight is the new master.
+4. While stand-ins are in the groups, `is_applying` is set: no other thread reads them.
+
+The parameters of a BatchNorm or InstanceNorm, and their masters, are one: they stay in 32 bits.
+torch's kernels refuse 16 bits beside running statistics in 32 (2.13, "mixed dtype"). Types other
+than float32, float16 and bfloat16 stay, too, but for float64, which is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from elastic_trainer.config import ConfigError
+from elastic_trainer.state.live_state import MASTERS, LiveState
+from elastic_trainer.state.values.names import named_parameters
+from elastic_trainer.state.values.supported import some
+from elastic_trainer.training.job.optimizers import parameters_of
+
+MASTER = "bf16_master"
+"""The key of a master in what the optimizer keeps of its parameter."""
+ROUNDED = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Masters:
+    """What an optimizer moves in place of the model's parameters."""
+
+    def __init__(self) -> None:
+        self._stand_ins: dict[int, torch.nn.Parameter] = {}
+        """By the ids of the parameters; empty: the optimizer moves the parameters themselves."""
+
+    def of(self, parameter: Any) -> Any:
+        """Return the tensor that the optimizer sees for a parameter of the model."""
+        return self._stand_ins.get(id(parameter), parameter)
+
+    @torch.no_grad()
+    def begin(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Round the parameters of a model. Those of the optimizer get masters with the values that
+        they had before. Raises ConfigError."""
+        named, kept = named_parameters(model), optimizer.state
+        if wrong := [name for name, p in named.items() if p.dtype == torch.float64]:
+            raise ConfigError(f"precision is {MASTERS!r}, which keeps 32 bits of a weight, and the "
+                              f"parameters {some(wrong)} have 64. Use model.float().")
+        its = set(map(id, parameters_of(optimizer)))
+        stay = {id(p) for module in model.modules() if isinstance(module, _NormBase)
+                for p in module.parameters(recurse=False) if p.dtype == torch.float32}
+        for p in named.values():
+            if p.dtype not in ROUNDED or id(p) in stay:
+                continue
+            if id(p) in its:  # what an optimizer keeps has the type of what it moves
+                entry = kept[p] if p in kept else {}
+                kept[p] = {key: value.float() if isinstance(value, torch.Tensor)
+                           and value.dtype in ROUNDED else value for key, value in entry.items()}
+                kept[p][MASTER] = _taken_over(p, kept[p].get(MASTER))
+            p.grad, p.data = None, p.data.to(torch.bfloat16)
+            self._stand_ins[id(p)] = torch.nn.Parameter(_without_memory(p))
+        for module in model.modules():
+            if isinstance(module, torch.nn.RNNBase):
+                module.flatten_parameters()  # a GPU needs them in one piece
+
+    @contextmanager
+    def in_groups(self, state: LiveState, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let the groups of an optimizer have the stand-ins, with their gradients."""
+        if not self._stand_ins:
+            yield
+            return
+        was, lists = state.is_applying, [group["params"] for group in optimizer.param_groups]
+        own = [list(one) for one in lists]
+        state.is_applying = True
+        try:
+            for one in lists:
+                one[:] = map(self.of, one)
+            yield
+        finally:
+            for one, parameters in zip(lists, own, strict=True):
+                one[:] = parameters
+            state.is_applying = was
+
+    @contextmanager
+    def moving(self, state: LiveState, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Let an optimizer move the masters of the parameters that have a gradient, and round these
+        parameters from them afterwards."""
+        pairs = [(p, stand_in) for p in parameters_of(optimizer)
+                 if (stand_in := self.of(p)) is not p and stand_in.grad is not None]
+        kept: Any = optimizer.state
+        masters = [_taken_over(p, kept.get(p, {}).get(MASTER)) for p, _ in pairs]
+        with self.in_groups(state, optimizer):
+            try:
+                for (p, stand_in), stand_in.data in zip(pairs, masters, strict=True):
+                    entry = kept.pop(p, {})
+                    entry.pop(MASTER, None)
+                    if entry:  # an optimizer makes its own values where there are none
+                        kept[stand_in] = entry
+                yield
+            finally:
+                for p, stand_in in pairs:
+                    # As the last key: the layout of a state names them in order.
+                    kept[p] = {**kept.pop(stand_in, {}), MASTER: stand_in.data}
+                    p.copy_(stand_in)
+                    stand_in.data = _without_memory(p)
+
+
+def _taken_over(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+    """Return the master of a parameter: the one that there is, but for elements whose weight was
+    changed. Raises RuntimeError for one that was rounded."""
+    if master is None:
+        return parameter.detach().to(torch.float32, copy=True)
+    if master.dtype != torch.float32:
+        raise RuntimeError(
+            f"what the optimizer keeps was rounded: a master has the type {master.dtype}. "
+            f"optimizer.load_state_dict() gives it the type of the weights (precision="
+            f"{MASTERS!r}). Set the tensors of optimizer.state in place (copy_).")
+    return master.copy_(torch.where(master.to(parameter.dtype) == parameter, master,
+                                    parameter.float()))
+
+
+def _without_memory(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a parameter's shape in 32 bits that needs the memory of one element."""
+    return torch.zeros((), device=parameter.device).expand(parameter.shape)
+
+
+def masters_of(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Masters:
+    """Return the masters of a job's precision: none, but for bf16-master. Raises ConfigError."""
+    masters = Masters()
+    if name == MASTERS:
+        masters.begin(model, optimizer)
+    return masters
