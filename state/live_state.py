@@ -49,7 +49,6 @@ from elastic_trainer.state.values.module_attributes import ModuleAttributes
 from elastic_trainer.state.values.names import ModelParameters, with_plain_names
 from elastic_trainer.state.values.optimizer_values import OptimizerValues
 
-
 MASTERS = "bf16-master"
 """The precision whose weights have masters in the optimizer's state (training/job/masters.py)."""
 
@@ -409,8 +408,8 @@ def _require_same_masters(theirs: dict[str, Any], mine: dict[str, Any]) -> None:
     if mine and was != now and MASTERS in (was, now):
         raise LayoutError(
             f"it was written with precision {was!r}, and this job has {now!r}, but only "
-            f"{MASTERS!r} keeps masters of the weights. Use precision={was!r}, or give the run another name "
-            f"(--run, run_dir)")
+            f"{MASTERS!r} keeps masters of the weights. Use precision={was!r}, or give the run "
+            f"another name (--run, run_dir)")
 
 
 def _require_same_tensors(kind: str, theirs: dict[str, torch.Tensor],

@@ -4,14 +4,17 @@ every world, through resumes and restarts, with a sharded optimizer, too."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optimizers import Together
 from test_loop import INPUT, SCHEDULE, TARGET, adamw, built, mse
 from test_precision import parts_of
-from test_trainer import Model, loop, trainer_of
+from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
 
+from elastic_trainer import ConfigError
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.reduce.tree import node_sum
 from elastic_trainer.training.job.masters import MASTER
@@ -34,14 +37,16 @@ class ByHand:
             p.data = p.data if id(p) in stay else p.data.bfloat16()
         self.optimizer = make(list(self.masters.values()))
         self.scale: torch.amp.GradScaler | None = None
+        self.loss = mse
 
     def gradients(self, step: int) -> None:
         """Let the masters have the sum over the micro-batches, in 32 bits."""
         found: dict[Any, dict[range, torch.Tensor]] = {p: {} for p in self.masters}
+        self.model.zero_grad()
         for chosen, weight, microbatch in parts_of(step, self.microbatches):
             seed_everything(SCHEDULE.microbatch_seed(step, microbatch))
             with torch.autocast("cpu", torch.bfloat16):
-                loss = mse(self.model, [INPUT[chosen], TARGET[chosen]]) * weight
+                loss = self.loss(self.model, [INPUT[chosen], TARGET[chosen]]) * weight
             (self.scale.scale(loss) if self.scale else loss).backward()
             for p, pieces in found.items():
                 if p.grad is not None:
@@ -129,14 +134,18 @@ def test_clipping_and_rates_are_those_of_masters_by_hand(options: dict[str, Any]
 
 
 def test_a_scaler_skips_and_grows_as_beside_masters_by_hand() -> None:
+    def large(model: Model, batch: Any) -> torch.Tensor:
+        return 64 * mse(model, batch)
+
     model, hand = built(), ByHand(built(), KINDS["adamw"])
-    scale = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
-    hand.scale = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
-    loop(trainer_of(model, adamw(model), scaler=scale, clip_norm=0.3, **PRECISION), model)
+    scale, hand.scale = (torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=2)
+                         for _ in range(2))
+    hand.loss = large
+    loop(trainer_of(model, adamw(model), scaler=scale, clip_norm=0.3, **PRECISION), model, large)
     for step in range(SCHEDULE.steps):
         hand.step(step, lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.3))
     assert same(model, hand.model) and scale.state_dict() == hand.scale.state_dict()
-    assert scale.get_scale() != 2.0**127
+    assert scale.get_scale() < 2.0**126
 
 
 def test_batch_norm_stays_in_32_bits() -> None:
@@ -219,3 +228,164 @@ def test_a_second_trainer_goes_on_with_the_masters() -> None:
     assert all(map(torch.equal, before, masters(optimizer)))
     loop(trainer_of(straight, other, until="3 steps", **PRECISION), straight)
     assert all(map(torch.equal, before, masters(other)))
+
+
+# --- what the user's code sees --------------------------------------------------------------------
+
+def test_code_after_the_inner_loop_sees_gradients_and_groups_of_the_model() -> None:
+    """In `.grad`, what the optimizer has got, rounded: then a clip there is an error as without
+    masters. `optimizer.state_dict()` has the masters."""
+    model, hand = built(), ByHand(built(), KINDS["adamw"])
+    optimizer, seen = adamw(model), []
+
+    def after(step: Any) -> None:
+        hand.step(step.number, lambda ps: torch.nn.utils.clip_grad_norm_(ps, 0.3))
+        seen.append(step.number)
+        for p, master in zip(model.parameters(), hand.masters.values(), strict=True):
+            assert torch.equal(p.grad, master.grad.bfloat16())
+        assert list(map(id, optimizer.param_groups[0]["params"])) == [*map(id, model.parameters())]
+
+    loop(trainer_of(model, optimizer, clip_norm=0.3, **PRECISION), model, after=after)
+    entries = optimizer.state_dict()["state"].values()
+    assert [list(entry) for entry in entries] == 4 * [["step", "exp_avg", "exp_avg_sq", MASTER]]
+    assert len(seen) == SCHEDULE.steps and len(optimizer.state) == 4
+    wide = torch.nn.Sequential(torch.nn.Linear(5, 64), torch.nn.Linear(64, 3))
+    with pytest.raises(RuntimeError, match="clipped or scaled after the inner loop"):
+        loop(trainer_of(wide, **PRECISION), wide, after=lambda step: (
+            torch.nn.utils.clip_grad_norm_(wide.parameters(), 1e-3)))
+
+
+def test_weights_that_code_after_the_inner_loop_changes_are_the_new_masters() -> None:
+    """Also through `.data`, which no version counts; elements that stay keep their masters."""
+    def cut(p: torch.Tensor) -> None:
+        p.data.clamp_(-0.2, 0.2)
+
+    model, hand = built(), ByHand(built(), KINDS["adamw"])
+    optimizer = adamw(model)
+    loop(trainer_of(model, optimizer, **PRECISION), model, after=lambda step: cut(model[0].weight))
+    weight, master = next(iter(hand.masters.items()))
+    for step in range(SCHEDULE.steps):
+        hand.step(step)
+        before = weight.detach().clone()
+        cut(weight)
+        with torch.no_grad():
+            master.copy_(torch.where(weight == before, master, weight.float()))
+    assert same(model, hand.model) and not torch.equal(weight, before)
+    assert all(map(torch.equal, masters(optimizer)[1:], [*hand.masters.values()][1:]))
+
+
+def test_a_state_that_was_rounded_is_an_error() -> None:
+    """torch gives each tensor that it loads the type of the parameter."""
+    model = built()
+    optimizer = adamw(model)
+    with pytest.raises(RuntimeError, match="a master has the type torch.bfloat16"):
+        loop(trainer_of(model, optimizer, **PRECISION), model,
+             after=lambda step: optimizer.load_state_dict(optimizer.state_dict()))
+
+
+def test_masters_that_the_user_drops_are_made_anew_of_the_weights() -> None:
+    model, hand = built(), ByHand(built(), KINDS["sgd"])
+    optimizer = KINDS["sgd"](list(model.parameters()))
+    loop(trainer_of(model, optimizer, **PRECISION), model,
+         after=lambda step: optimizer.state.clear())
+    for step in range(SCHEDULE.steps):
+        hand.step(step)
+        hand.optimizer.state.clear()
+        for p, master in hand.masters.items():
+            master.data = p.data.float()
+    assert same(model, hand.model)
+
+
+@pytest.mark.parametrize(("make", "says"), [
+    (lambda model: adamw(model.double()), "0.weight, 0.bias, 2.weight, 2.bias have 64"),
+    (lambda model: Together(model.parameters()), "precision='bf16-master': the optimizer Together "
+     "has the attribute parts, which is no number or text")])
+def test_what_cannot_have_masters_is_refused(make: Callable[[Model], torch.optim.Optimizer],
+                                             says: str) -> None:
+    model = built()
+    with pytest.raises(ConfigError, match=says):
+        trainer_of(model, make(model), **PRECISION)
+
+
+def test_a_first_layer_of_normalization_that_torch_refuses_is_an_error_at_once() -> None:
+    model = torch.nn.Sequential(torch.nn.LayerNorm(5), built())
+    with pytest.raises(RuntimeError, match="mixed dtype"):
+        loop(trainer_of(model, **PRECISION), model)
+
+
+def test_an_average_is_kept_in_32_bits() -> None:
+    """Of the weights in 16; 0.001 of a difference would be lost in 16. It is shown in 16."""
+    model, weights = built(), list[torch.Tensor]()
+    trainer = trainer_of(model, adamw(model), ema=0.99, **PRECISION)
+    loop(trainer, model, after=lambda step: weights.append(model[0].weight.detach().clone()))
+    average = weights[0].float()
+    for one in weights[1:]:
+        average.lerp_(one.float(), 1 - 0.99)
+    with trainer.averaged():
+        assert torch.equal(model[0].weight, average.bfloat16())
+    assert torch.equal(model[0].weight, weights[-1])
+
+
+# --- a run goes on --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("stop", [1, 4])
+def test_a_resumed_run_has_the_bits_of_a_straight_one(stop: int, tmp_path: Path) -> None:
+    def run(until: int, folder: Path | None = tmp_path) -> tuple[str, list[torch.Tensor]]:
+        model = built(torch.nn.BatchNorm1d(8))
+        optimizer = adamw(model)
+        sha256 = loop(trainer_of(model, optimizer, until=f"{until} steps", checkpoint_every=1,
+                                 ema=0.9, run_dir=folder, **PRECISION), model)
+        return sha256, [value for entry in optimizer.state.values() for value in entry.values()]
+
+    run(stop)
+    (sha256, kept), (its_sha256, its) = run(6), run(6, None)
+    assert sha256 == its_sha256 and all(map(torch.equal, kept, its))
+
+
+@pytest.mark.parametrize("precisions", [("bf16-master", "bf16"), ("bf16", "bf16-master")])
+def test_masters_on_one_side_of_a_resume_are_refused(precisions: tuple[str, str],
+                                                     tmp_path: Path) -> None:
+    """Also where the model itself has 16 bits, so that all tensors of it fit."""
+    def run(precision: str, until: int) -> None:
+        model = built().bfloat16()
+        loop(trainer_of(model, adamw(model), until=f"{until} steps", run_dir=tmp_path,
+                        precision=precision), model)
+
+    run(precisions[0], 2)
+    with pytest.raises(Exception, match="only 'bf16-master' keeps masters of the weights. Use "
+                                        f"precision='{precisions[0]}'"):
+        run(precisions[1], 4)
+
+
+# --- worlds ---------------------------------------------------------------------------------------
+
+FAULTS: dict[int, list[tuple[str, int]]] = {
+    0: [("step.voted", 1), ("step.voted", 5)], 1: [("step.prepared", 4)],
+    2: [("step.computed", 3), ("step.applied", 4)]}
+
+
+@pytest.mark.parametrize("options", [
+    {}, {"shard": "optimizer"}, {"shard": "optimizer", "buddies": 0, "ema": 0.9},
+    {"shard": "optimizer", "buddies": 2}], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_bits_are_the_same_in_every_world_when_generations_break(
+        size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More workers than micro-batches, too. A worker holds the masters of the blocks that it holds,
+    and all the other weights in 16 bits."""
+    def run(rank: int, **more: Any) -> tuple[str, set[str], Model]:
+        model = models[rank]
+        optimizer = adamw(model)
+        sha256 = loop(trainer_of(model, optimizer, clip_norm=0.3, **PRECISION, **more), model)
+        names = {id(p): name for name, p in model.named_parameters()}
+        return sha256, {names[id(p)] for p, entry in optimizer.state.items() if MASTER in entry
+                        }, model
+
+    models = [built(torch.nn.Tanh(), torch.nn.BatchNorm1d(8)) for _ in range(6)]
+    alone, every, _ = run(5)
+    ended = in_a_breaking_world(monkeypatch, size, lambda rank: run(
+        rank, listeners=[Fault(*FAULTS.get(rank, []))], **options))
+    assert {sha256 for sha256, _, _ in ended} == {alone}
+    if "shard" in options:
+        holders = [sum(name in held for _, held, _ in ended) for name in every]
+        assert set(holders) == {min(options.get("buddies", 1) + 1, size)}
+    assert all(p.dtype == torch.bfloat16 for _, _, model in ended for p in model[0].parameters())

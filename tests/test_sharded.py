@@ -153,8 +153,9 @@ def test_a_checkpoint_of_either_resumes_as_the_other(
 @pytest.mark.parametrize("job", [
     ("mlp.py", "--steps", "40", "--iterator", "--phases"),
     ("mlp.py", "--steps", "40", "--iterator", "--ema", "--evaluate"),
-    ("precise.py", "--precision", "fp16"), ("precise.py", "--precision", "bf16")],
-    ids=("phases", "average", "fp16", "bf16"))
+    ("precise.py", "--precision", "fp16"), ("precise.py", "--precision", "bf16"),
+    ("precise.py", "--precision", "bf16-master")],
+    ids=("phases", "average", "fp16", "bf16", "masters"))
 def test_has_the_bits_with_several_optimizers_an_average_and_a_scaler(tmp_path: Path,
                                                                       job: Sequence[str]) -> None:
     """And the moments of fp16 follow the scale of one process. One worker is killed."""

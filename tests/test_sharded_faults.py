@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ class Echo:
         return tensor
 
 
-def in_flight(scale: float | None) -> tuple[Work, StepEnd]:
+def in_flight(scale: float | None, **more: Any) -> tuple[Work, StepEnd]:
     """Return the work of a worker in its first step, with reduced gradients: of parameters in 32
     bits and, without a scaler, in 16."""
     torch.manual_seed(0)
@@ -121,7 +122,7 @@ def in_flight(scale: float | None) -> tuple[Work, StepEnd]:
         model[1].to(torch.bfloat16)
     scaler = None if scale is None else torch.amp.GradScaler("cpu", init_scale=8.0)
     given = {"global_batch": 8, "until": "1 epoch", "clip_norm": 0.5, "shard": "optimizer",
-             "scaler": scaler}
+             "scaler": scaler, **more}
     job = checked(model, torch.optim.AdamW(model.parameters()), list(range(32)),
                   in_force(given, OF_TRAINER), words=OF_TRAINER)
     work = Work(job, "exact", Sending(), Events(None))
@@ -138,12 +139,14 @@ def in_flight(scale: float | None) -> tuple[Work, StepEnd]:
     return work, StepEnd(work)
 
 
-@pytest.mark.parametrize("scale", (None, 8.0, math.inf), ids=("16 bits", "scaled", "skipped"))
+@pytest.mark.parametrize(("scale", "precision"), [
+    (None, "fp32"), (8.0, "fp32"), (math.inf, "fp32"), (None, "bf16-master"), (8.0, "bf16-master"),
+    (math.inf, "bf16-master")])
 def test_what_a_restart_leaves_of_a_prepared_step_is_applied_to_the_same_bits(
-        scale: float | None) -> None:
+        scale: float | None, precision: str) -> None:
     """The gradient is divided, unscaled and clipped once, and the scaler knows what it has
     found."""
-    (work, end), (successor, its_end) = in_flight(scale), in_flight(scale)
+    (work, end), (successor, its_end) = (in_flight(scale, precision=precision) for _ in range(2))
     assert end.sharded
     with torch.no_grad():
         end.sharded.prepare(Echo(), work.job.optimizer, None, work.job.scaler)
