@@ -3,21 +3,24 @@ every world, through resumes and restarts, with a sharded optimizer, too."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cluster import Cluster, weights_alone
 from optimizers import Together
 from test_loop import INPUT, SCHEDULE, TARGET, adamw, built, mse
-from test_precision import parts_of
+from test_precision import JOB, parts_of, through_faults
 from test_trainer import Fault, Model, in_a_breaking_world, loop, trainer_of
 
 from elastic_trainer import ConfigError
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.reduce.tree import node_sum
 from elastic_trainer.training.job.masters import MASTER
+from elastic_trainer.views.verify import verify
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -389,3 +392,32 @@ def test_the_bits_are_the_same_in_every_world_when_generations_break(
         holders = [sum(name in held for _, held, _ in ended) for name in every]
         assert set(holders) == {min(options.get("buddies", 1) + 1, size)}
     assert all(p.dtype == torch.bfloat16 for _, _, model in ended for p in model[0].parameters())
+
+
+# --- for real -------------------------------------------------------------------------------------
+
+MASTERS = ("--precision", "bf16-master")
+SHARD = ("--shard", "optimizer")
+
+
+def test_no_bit_is_another_in_a_sharded_run_when_workers_die_and_one_joins(tmp_path: Path) -> None:
+    """The masters of a worker that is killed come from its buddies, and a newcomer gets its own."""
+    twin = weights_alone([*JOB, *MASTERS], tmp_path)
+    cluster = through_faults(tmp_path, [*MASTERS, *SHARD])
+    cluster.assert_nothing_lost(twin, victims=2)
+    assert not cluster.events("worker.shards_lost")
+    assert any(e["received"] for e in cluster.events("worker.shards_moved") if e["step"])
+
+
+@pytest.mark.parametrize("shards", [(SHARD, ()), ((), SHARD)], ids=("to-whole", "from-whole"))
+def test_a_checkpoint_of_masters_resumes_sharded_and_whole(
+        shards: tuple[tuple[str, ...], tuple[str, ...]], tmp_path: Path) -> None:
+    """With another number of workers."""
+    twin = weights_alone([*JOB, *MASTERS, "--steps", "24"], tmp_path)
+    for shard, hosts, steps in zip(shards, (4, 3), ("10", "24"), strict=True):
+        with Cluster(tmp_path, hosts=hosts, command=[*JOB, *MASTERS, *shard, "--steps", steps]
+                     ) as cluster:
+            assert cluster.finish() == 0
+    assert verify(cluster.run_dir).is_proved
+    result = json.loads((cluster.run_dir / "result.json").read_text())
+    assert (result["weights_sha256"], result["steps"]) == (twin, 24)

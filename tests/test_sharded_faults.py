@@ -57,8 +57,9 @@ def test_random_faults_one_at_a_time_cost_no_finished_step(tmp_path: Path, fault
 
 
 @pytest.mark.parametrize("job", [("mlp.py", "--steps", "30", "--layers", "8"),
-                                 ("precise.py", "--steps", "30", "--precision", "fp16")],
-                         ids=("clipped", "scaled"))
+                                 ("precise.py", "--steps", "30", "--precision", "fp16"),
+                                 ("precise.py", "--steps", "30", "--precision", "bf16-master")],
+                         ids=("clipped", "scaled", "masters"))
 def test_a_restart_in_place_before_apply_keeps_parts_and_new_parameters(
         tmp_path: Path, job: Sequence[str]) -> None:
     """An exception of Gloo's restarts a worker that has seen the vote pass, and a host is lost in
