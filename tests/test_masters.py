@@ -233,6 +233,33 @@ def test_a_second_trainer_goes_on_with_the_masters() -> None:
     assert all(map(torch.equal, before, masters(other)))
 
 
+def test_each_phase_moves_the_masters_of_its_optimizer() -> None:
+    model, hand = built(), ByHand(built(), KINDS["sgd"])
+    halves = {"a": slice(0, 2), "b": slice(2, 4)}
+    trainer = trainer_of(model, {name: KINDS["adamw"](list(model.parameters())[half])
+                                 for name, half in halves.items()}, clip_norm=0.3, **PRECISION)
+    for step in trainer:
+        for name in halves:
+            for batch in step.phase(name):
+                step.backward(mse(model, batch))
+    ours = [list(hand.masters.values())[half] for half in halves.values()]
+    optimizers = list(map(KINDS["adamw"], ours))
+    for number in range(SCHEDULE.steps):
+        for optimizer, its in zip(optimizers, ours, strict=True):
+            hand.gradients(number)
+            torch.nn.utils.clip_grad_norm_(its, 0.3)
+            optimizer.step()
+            hand.round()
+    assert same(model, hand.model)
+
+
+def test_hooks_that_the_script_has_registered_before_see_the_gradients() -> None:
+    model, seen = built(), set[torch.dtype]()
+    model[0].weight.register_hook(lambda gradient: seen.add(gradient.dtype))
+    loop(trainer_of(model, adamw(model), **PRECISION), model)
+    assert seen == {torch.bfloat16}
+
+
 # --- what the user's code sees --------------------------------------------------------------------
 
 def test_code_after_the_inner_loop_sees_gradients_and_groups_of_the_model() -> None:
