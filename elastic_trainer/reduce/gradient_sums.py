@@ -81,8 +81,8 @@ class Gradients:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
         self.names, self.everyone = list(parameters), list(parameters.values())
-        self.receivers: list[torch.nn.Parameter] = self.everyone
-        """What gets the gradient of each parameter for the optimizer, in its `.grad`."""
+        self.receivers = self.everyone
+        """What has the gradients of a step for the optimizer, in `.grad`."""
         self.isolates = False
         """Each micro-batch has gradients of its own, which are added to the sums after it (rule
         2)."""
@@ -161,13 +161,6 @@ class Gradients:
             gradient = views[number] if used[number] else None
             if receiver.grad is not gradient:  # setting it takes longer than this comparison
                 receiver.grad = gradient if gradient is None else gradient.to(receiver.dtype)
-
-    def hand_back(self) -> None:
-        """Let `.grad` of the parameters have what the optimizer has got, as after a plain step."""
-        for parameter, receiver in zip(self.everyone, self.receivers, strict=True):
-            if receiver is not parameter:
-                gradient, receiver.grad = receiver.grad, None
-                parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
 
     def _are_handed_out(self, used: Sequence[float]) -> bool:
         """True if each `.grad` is as `hand_out` sets it: the usual case."""

@@ -151,7 +151,7 @@ class StepEnd:
             sharded.apply(optimizer, lambda: self._step(optimizer))
         else:
             self._step(optimizer)
-        self.flat.gradients.hand_back()
+        job.masters.hand_back(self.flat.gradients.everyone)
         if job.scaler:
             job.scaler.update()
         state.extra_state.apply()

@@ -21,7 +21,7 @@ than float32, float16 and bfloat16 stay, too, but for float64, which is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,6 +92,13 @@ class Masters:
             for one, parameters in zip(lists, own, strict=True):
                 one[:] = parameters
             state.is_applying = was
+
+    def hand_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Let `.grad` of parameters have what the optimizer has got, as after a plain step."""
+        for p in parameters:
+            if (stand_in := self.of(p)) is not p:
+                gradient, stand_in.grad = stand_in.grad, None
+                p.grad = None if gradient is None else gradient.to(p.dtype)
 
     @contextmanager
     def moving(self, state: LiveState, optimizer: torch.optim.Optimizer) -> Iterator[None]:
