@@ -81,8 +81,7 @@ class Gradients:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
         self.names, self.everyone = list(parameters), list(parameters.values())
-        self.receivers = self.everyone
-        """What has the gradients of a step for the optimizer, in `.grad`."""
+        self.receivers = self.everyone  # of a step's gradients: what the optimizer sees
         self.isolates = False
         """Each micro-batch has gradients of its own, which are added to the sums after it (rule
         2)."""
@@ -175,8 +174,7 @@ class Gradients:
             if parameter.requires_grad != is_trained:
                 parameter.requires_grad_(is_trained)
 
-    # --- one micro-batch
-    # --------------------------------------------------------------------------------
+    # --- one micro-batch --------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a step: note where the parameters lie, and their versions."""
