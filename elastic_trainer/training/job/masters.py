@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.live_state import MASTERS, LiveState
+from elastic_trainer.state.together import copy_together
 from elastic_trainer.state.values.names import named_parameters
 from elastic_trainer.state.values.supported import some
 from elastic_trainer.training.job.optimizers import parameters_of
@@ -70,7 +71,8 @@ class Masters:
                            and value.dtype in ROUNDED else value for key, value in entry.items()}
                 kept[p][MASTER] = _taken_over(p, kept[p].get(MASTER))
             p.grad, p.data = None, p.data.to(torch.bfloat16)
-            self._stand_ins[id(p)] = torch.nn.Parameter(_without_memory(p))
+            one = torch.zeros((), device=p.device)
+            self._stand_ins[id(p)] = torch.nn.Parameter(one.expand(p.shape))  # without memory
         for module in model.modules():
             if isinstance(module, torch.nn.RNNBase):
                 module.flatten_parameters()  # a GPU needs them in one piece
@@ -108,6 +110,7 @@ class Masters:
                  if (stand_in := self.of(p)) is not p and stand_in.grad is not None]
         kept: Any = optimizer.state
         masters = [_taken_over(p, kept.get(p, {}).get(MASTER)) for p, _ in pairs]
+        empty = [stand_in.data for _, stand_in in pairs]
         with self.in_groups(state, optimizer):
             try:
                 for (p, stand_in), stand_in.data in zip(pairs, masters, strict=True):
@@ -117,11 +120,11 @@ class Masters:
                         kept[stand_in] = entry
                 yield
             finally:
-                for p, stand_in in pairs:
+                copy_together([p for p, _ in pairs], [stand_in for _, stand_in in pairs])
+                for (p, stand_in), nothing in zip(pairs, empty, strict=True):
                     kept[p] = kept.pop(stand_in, {})
                     kept[p][MASTER] = stand_in.data  # always last: a layout names keys in order
-                    p.copy_(stand_in)
-                    stand_in.data = _without_memory(p)
+                    stand_in.data = nothing
 
 
 def _taken_over(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
@@ -140,11 +143,6 @@ def _taken_over(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.T
                             parameter.detach().view(-1).view(torch.int64))):
         return master  # the usual case: a CPU compares elements of bf16 at a fifth of this rate
     return torch.where(rounded == parameter, master, parameter.float(), out=master)
-
-
-def _without_memory(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of a parameter's shape in 32 bits that needs the memory of one element."""
-    return torch.zeros((), device=parameter.device).expand(parameter.shape)
 
 
 def masters_of(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Masters:
