@@ -208,6 +208,20 @@ def test_tied_unused_and_frozen_parameters_are_as_beside_masters_by_hand() -> No
     assert torch.equal(masters(optimizer)[0].bfloat16(), model.base[0].weight)
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_stands_twice_in_the_groups_moves_twice() -> None:
+    """As torch does: it warns."""
+    def twice(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*parameters, list(parameters)[0]], lr=0.05, momentum=0.9,
+                               foreach=False)
+
+    model, hand = built(), ByHand(built(), twice)
+    loop(trainer_of(model, twice(list(model.parameters())), **PRECISION), model)
+    for step in range(SCHEDULE.steps):
+        hand.step(step)
+    assert same(model, hand.model)
+
+
 def test_a_model_in_16_bits_gets_masters_of_its_values() -> None:
     """And what its optimizer has made already is kept in 32 bits."""
     model, hand = built().bfloat16(), ByHand(built().bfloat16(), KINDS["adagrad"])

@@ -106,7 +106,8 @@ class Masters:
     def moving(self, state: LiveState, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Let an optimizer move the masters of the parameters that have a gradient, and round these
         parameters from them afterwards."""
-        pairs = [(p, stand_in) for p in parameters_of(optimizer)
+        own = {id(p): p for p in parameters_of(optimizer)}  # one may stand in the groups twice
+        pairs = [(p, stand_in) for p in own.values()
                  if (stand_in := self.of(p)) is not p and stand_in.grad is not None]
         kept: Any = optimizer.state
         masters = [_taken_over(p, kept.get(p, {}).get(MASTER)) for p, _ in pairs]
