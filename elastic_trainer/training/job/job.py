@@ -156,7 +156,7 @@ def checked(model: torch.nn.Module,
     """Return the job that the options describe. Raises ConfigError."""
     optimizer = as_one(given) if isinstance(given, Mapping) else given
     device = require_model(model, optimizer)
-    require_separable(model, optimizer, options)
+    require_shardable(model, optimizer, options["shard"], options["precision"])
     require_objects(options)
     min_samples = options["min_microbatch_samples"]
     if min_samples is None:
@@ -259,14 +259,13 @@ def require_one_device(model: torch.nn.Module) -> None:
             f"docs/guide/large.md has what needs less memory.")
 
 
-def require_separable(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
-                      options: Options) -> None:
+def require_shardable(model: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                      shard: str | None, precision: str = "fp32") -> None:
     """Raise ConfigError if the optimizer's state is to be sharded, or to have masters, and
     cannot."""
-    asked = {f"shard={options['shard']!r}": options["shard"],
-             f"precision={MASTERS!r}": options["precision"] == MASTERS}
-    if not (option := next((text for text, is_asked in asked.items() if is_asked), "")):
+    if not shard and precision != MASTERS:
         return
+    option = f"shard={shard!r}" if shard else f"precision={precision!r}"
     for one in members_of(optimizer):
         if why := shard_refusal(one):
             raise ConfigError(f"{option}: {why}. Leave {option} out, or use an optimizer that "
