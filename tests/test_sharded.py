@@ -502,6 +502,14 @@ def test_optimizers_of_torch_can_be_sharded(kind: str, options: dict[str, Any]) 
     assert shard_refusal(optimizer) == ""
 
 
+def test_an_optimizer_of_matrices_alone_can_be_sharded() -> None:
+    """Muon treats each matrix by itself."""
+    muon = getattr(torch.optim, "Muon", None)
+    if muon is None:
+        pytest.skip("this torch has no Muon")
+    assert shard_refusal(muon([torch.nn.Parameter(torch.ones(3, 4))])) == ""
+
+
 def test_an_optimizer_is_tried_with_its_own_groups_and_types() -> None:
     """An option of one group alone, and parameters in 16 bits."""
     class GroupNorm(Normed):

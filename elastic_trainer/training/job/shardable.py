@@ -12,7 +12,7 @@ nothing of the user's optimizer is changed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ from elastic_trainer.state.values.attributes import OF_TORCH
 from elastic_trainer.state.values.plain_values import is_plain
 from elastic_trainer.state.values.supported import span
 
-SHAPES = ((7, 5), (11,))
+SHAPES, MATRICES = ((7, 5), (11,)), ((7, 5), (4, 9))
+"""Of the two parameters: some optimizers take matrices alone (Muon)."""
 SCALES = 2 * (1.0, 1e-4, 1e3, 0.1)
 """Of the gradients of the trial's steps: an optimizer may clip them, or do something else from its
 fifth or sixth step on."""
+Shapes = Sequence[tuple[int, ...]]
 OWN = OF_TORCH | {"state", "param_groups", "defaults", "step"}
 """What the trial has of its own. A scheduler puts its own `step` into the optimizer."""
 HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -47,9 +49,9 @@ def shard_refusal(optimizer: torch.optim.Optimizer) -> str:
     if bad := [key for key, value in attributes.items() if not is_plain(value)]:
         return (f"the optimizer {kind} has the attribute {bad[0]}, which is no number or text, so "
                 f"its step may depend on more than one parameter")
-    for options, dtype, device in _kinds(optimizer):
+    for options, shapes, dtype, device in _kinds(optimizer):
         try:
-            why = _tried(optimizer, attributes, options, dtype, device)
+            why = _tried(optimizer, attributes, options, shapes, dtype, device)
         except Exception as error:  # the class is the user's
             why = f"could not be tried on two small parameters ({type(error).__name__}: {error})"
         if why:
@@ -80,22 +82,25 @@ def _is_replaced(optimizer: torch.optim.Optimizer) -> bool:
 
 def _kinds(
         optimizer: torch.optim.Optimizer,
-) -> Iterator[tuple[dict[str, Any], torch.dtype, torch.device]]:
-    """Yield the options of each group, with each type and device of its parameters."""
+) -> Iterator[tuple[dict[str, Any], Shapes, torch.dtype, torch.device]]:
+    """Yield the options of each group and the shapes to try, with each type and device of its
+    parameters."""
     for group in optimizer.param_groups:
         options = {key: value for key, value in group.items() if key != "params"}
+        shapes = MATRICES if all(p.dim() == 2 for p in group["params"]) else SHAPES
         for dtype, device in {(p.dtype, p.device) for p in group["params"]}:
-            yield options, dtype, device
+            yield options, shapes, dtype, device
 
 
 def _tried(optimizer: torch.optim.Optimizer, attributes: Mapping[str, Any],
-           options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> str:
+           options: Mapping[str, Any], shapes: Shapes, dtype: torch.dtype,
+           device: torch.device) -> str:
     """Return what speaks against one group's options and one type of parameter."""
     generator = torch.Generator().manual_seed(5)
 
     def tensors(scale: float) -> list[torch.Tensor]:
         return [(scale * torch.randn(shape, generator=generator)).to(device, dtype)
-                for shape in SHAPES]
+                for shape in shapes]
 
     values, gradients = tensors(1.0), [tensors(scale) for scale in SCALES]
     both, *alone = [_Trial(optimizer, attributes, options, values, [
