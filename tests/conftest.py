@@ -58,7 +58,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest files: one of them at the end would run alone."""
+    """Begin with the longest files: one of them at the end would run alone. A name with an address
+    differs from process to process, and several could not share the tests."""
+    if bad := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"the name {bad[0]} has an address: give ids=")
     rank = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(FIRST)))
 

@@ -119,7 +119,7 @@ def test_the_bits_are_those_of_masters_by_hand(kind: str, microbatches: int) -> 
 
 
 @pytest.mark.parametrize("options", [
-    {"clip_norm": 0.3}, {"clip_value": 0.01}, {"lr": lambda step: 0.5 ** step}], ids=str)
+    {"clip_norm": 0.3}, {"clip_value": 0.01}, {"lr": lambda step: 0.5 ** step}], ids=" ".join)
 def test_clipping_and_rates_are_those_of_masters_by_hand(options: dict[str, Any]) -> None:
     """They see gradients in 32 bits."""
     def clip(parameters: Any) -> None:
