@@ -24,6 +24,7 @@ from elastic_trainer.evaluate.evaluation import Evaluations
 from elastic_trainer.events.log import Events
 from elastic_trainer.options import OF_TRAINER
 from elastic_trainer.reduce.ring import Sending
+from elastic_trainer.state.holders import Site
 from elastic_trainer.state.values.layout import pack
 from elastic_trainer.training.after_step import AfterStep
 from elastic_trainer.training.commit_step import StepEnd
@@ -130,7 +131,7 @@ def in_flight(scale: float | None, **more: Any) -> tuple[Work, StepEnd]:
     assert work.state.shards
     work.state.has_state = True
     work.state.shards.hold_as_built(0)
-    work.state.shards.place(0, [0], [work.state.shards.held])
+    work.state.shards.place(0, [Site(0)], [work.state.shards.held])
     work.state.begin()
     sums = work.flat.sums
     for gradient in sums.gradients:
