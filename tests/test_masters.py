@@ -3,6 +3,7 @@ every world, through resumes and restarts, with a sharded optimizer, too."""
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -322,9 +323,88 @@ def test_a_state_that_was_rounded_is_an_error() -> None:
     """torch gives each tensor that it loads the type of the parameter."""
     model = built()
     optimizer = adamw(model)
-    with pytest.raises(RuntimeError, match="a master has the type torch.bfloat16"):
+    with pytest.raises(RuntimeError, match="was rounded to torch.bfloat16"):
         loop(trainer_of(model, optimizer, **PRECISION), model,
              after=lambda step: optimizer.load_state_dict(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_a_state_of_an_optimizer_without_masters_is_an_error_after_the_trainer(kind: str) -> None:
+    """It is rounded, too, and these optimizers would go on in 16 bits."""
+    other = built()
+    source = KINDS[kind](list(other.parameters()))
+    mse(other, [INPUT, TARGET]).backward()
+    source.step()
+    model = built()
+    optimizer = KINDS[kind](list(model.parameters()))
+    trainer = trainer_of(model, optimizer, **PRECISION)
+    optimizer.load_state_dict(source.state_dict())
+    with pytest.raises(RuntimeError, match="was rounded to torch.bfloat16"):
+        loop(trainer, model)
+
+
+def test_a_script_that_loads_model_and_optimizer_by_itself_keeps_the_masters() -> None:
+    """Into a model in 32 bits. One in 16 rounds them, which is an error."""
+    def loaded(model: Model) -> torch.optim.Optimizer:
+        model.load_state_dict(source.state_dict())
+        optimizer = adamw(model)
+        optimizer.load_state_dict(copy.deepcopy(its.state_dict()))
+        return optimizer
+
+    source, model, narrow = built(), built(), built().bfloat16()
+    its = adamw(source)
+    loop(trainer_of(source, its, until="3 steps", **PRECISION), source)
+    optimizer = loaded(model)
+    loop(trainer_of(model, optimizer, until="3 steps", **PRECISION), model)
+    loop(trainer_of(source, its, until="3 steps", **PRECISION), source)
+    assert same(model, source) and all(map(torch.equal, masters(optimizer), masters(its)))
+    with pytest.raises(RuntimeError, match="before the trainer is built"):
+        trainer_of(narrow, loaded(narrow), **PRECISION)
+
+
+def test_weights_may_lie_anywhere_in_a_memory() -> None:
+    """As views of a flat tensor do, whose place no whole word divides."""
+    def flat(model: Model) -> Model:
+        memory = torch.empty(1 + sum(p.numel() for p in model.parameters()), dtype=torch.bfloat16)
+        at = 1
+        for p in model.parameters():
+            view = memory[at : at + p.numel()].view(p.shape).copy_(p.data)
+            p.data, at = view, at + p.numel()
+        return model
+
+    model, other = flat(built().bfloat16()), built().bfloat16()
+    assert loop(trainer_of(model, adamw(model), **PRECISION), model) == loop(
+        trainer_of(other, adamw(other), **PRECISION), other)
+
+
+def test_weights_of_another_type_after_a_step_are_an_error() -> None:
+    """They would be the new masters, rounded."""
+    model = built()
+    with pytest.raises(RuntimeError, match=r"shape \(8, 5\) has the type torch.float32"):
+        loop(trainer_of(model, adamw(model), **PRECISION), model, after=lambda step: model.float())
+
+
+class OneMemory(torch.nn.Module):
+    """A frozen weight, or a buffer, that follows a trained one."""
+
+    def __init__(self, follower: str) -> None:
+        super().__init__()
+        self.base, self.frozen = built(), torch.nn.Linear(5, 8)
+        if follower == "frozen.weight":
+            self.frozen.weight.data = self.base[0].weight.data
+        else:
+            self.register_buffer("seen", self.base[0].weight.data)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.base(x)
+
+
+@pytest.mark.parametrize("follower", ["frozen.weight", "seen"])
+def test_a_tensor_that_would_not_follow_a_rounded_weight_is_refused(follower: str) -> None:
+    model = OneMemory(follower)
+    with pytest.raises(ConfigError, match=rf"base\.0\.weight and {follower} lie in one memory"):
+        trainer_of(model, adamw(model.base), **PRECISION)
 
 
 def test_masters_that_the_user_drops_are_made_anew_of_the_weights() -> None:

@@ -31,9 +31,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from elastic_trainer.config import ConfigError
 from elastic_trainer.state.live_state import MASTERS, LiveState
 from elastic_trainer.state.together import copy_together
-from elastic_trainer.state.values.names import named_parameters
+from elastic_trainer.state.values.names import named_buffers, named_parameters
 from elastic_trainer.state.values.supported import some
 from elastic_trainer.training.job.optimizers import parameters_of
+from elastic_trainer.training.job.shardable import sharing_memory
 
 MASTER = "bf16_master"
 """The key of a master in what the optimizer keeps of its parameter."""
@@ -60,16 +61,18 @@ class Masters:
             raise ConfigError(f"precision is {MASTERS!r}, which keeps 32 bits of a weight, and the "
                               f"parameters {some(wrong)} have 64. Use model.float().")
         its = set(map(id, parameters_of(optimizer)))
+        _require_apart(model, [p for p in named.values() if id(p) in its])
         stay = {id(p) for module in model.modules() if isinstance(module, _NormBase)
                 for p in module.parameters(recurse=False) if p.dtype == torch.float32}
         for p in named.values():
             if p.dtype not in ROUNDED or id(p) in stay:
                 continue
             if id(p) in its:  # what an optimizer keeps has the type of what it moves
-                entry = kept[p] if p in kept else {}
+                entry = dict(kept[p]) if p in kept else {}
+                master = _taken_over(p, entry.pop(MASTER, None))
                 kept[p] = {key: value.float() if isinstance(value, torch.Tensor)
                            and value.dtype in ROUNDED else value for key, value in entry.items()}
-                kept[p][MASTER] = _taken_over(p, kept[p].get(MASTER))
+                kept[p][MASTER] = master
             p.grad, p.data = None, p.data.to(torch.bfloat16)
             one = torch.zeros((), device=p.device)
             self._stand_ins[id(p)] = torch.nn.Parameter(one.expand(p.shape))  # without memory
@@ -110,7 +113,7 @@ class Masters:
         pairs = [(p, stand_in) for p in own.values()
                  if (stand_in := self.of(p)) is not p and stand_in.grad is not None]
         kept: Any = optimizer.state
-        masters = [_taken_over(p, kept.get(p, {}).get(MASTER)) for p, _ in pairs]
+        masters = [_master_now(p, kept.get(p, {})) for p, _ in pairs]
         empty = [stand_in.data for _, stand_in in pairs]
         with self.in_groups(state, optimizer):
             try:
@@ -128,22 +131,54 @@ class Masters:
                     stand_in.data = nothing
 
 
+def _require_apart(model: torch.nn.Module, moved: Iterable[torch.nn.Parameter]) -> None:
+    """Raise ConfigError if rounding would take a parameter that the optimizer moves out of a memory
+    that another tensor of the model shares, and then does not follow any more."""
+    leave = {p.untyped_storage().data_ptr() for p in moved if p.dtype != torch.bfloat16}
+    if shared := sharing_memory({
+            name: one for name, one in {**named_parameters(model), **named_buffers(model)}.items()
+            if one.layout == torch.strided and one.untyped_storage().data_ptr() in leave}):
+        raise ConfigError(
+            f"precision is {MASTERS!r}, and {' and '.join(shared)} lie in one memory, which a "
+            f"rounded weight leaves. Tie them as one parameter (b.weight = a.weight), or call "
+            f"model.bfloat16() first and tie them again.")
+
+
+def _master_now(parameter: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
+    """Return the master with which a step begins. Raises RuntimeError if code between two steps has
+    given the parameter, or what the optimizer keeps of it, another type."""
+    if parameter.dtype != torch.bfloat16:
+        raise RuntimeError(
+            f"a weight of the shape {tuple(parameter.shape)} has the type {parameter.dtype}, and "
+            f"precision={MASTERS!r} made it torch.bfloat16. Leave its type, and use a copy where "
+            f"you need another: copy.deepcopy(model).float().")
+    if MASTER not in entry and any(isinstance(value, torch.Tensor) and value.dtype in ROUNDED[1:]
+                                   for value in entry.values()):
+        raise _rounded(parameter.dtype)
+    return _taken_over(parameter, entry.get(MASTER))
+
+
 def _taken_over(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
     """Return the master of a parameter: the one that there is, but for elements whose weight was
-    changed. Raises RuntimeError for one that was rounded."""
+    changed. The weight may be one that a script has loaded in 32 bits. Raises RuntimeError for a
+    master that was rounded."""
     if master is None:
         return parameter.detach().to(torch.float32, copy=True)
     if master.dtype != torch.float32:
-        raise RuntimeError(
-            f"what the optimizer keeps was rounded: a master has the type {master.dtype}. "
-            f"optimizer.load_state_dict() gives it the type of the weights (precision="
-            f"{MASTERS!r}). Set the tensors of optimizer.state in place (copy_).")
-    rounded = master.to(parameter.dtype)
-    if (parameter.is_cpu and parameter.is_contiguous() and parameter.numel() % 4 == 0
-            and torch.equal(rounded.view(-1).view(torch.int64),
-                            parameter.detach().view(-1).view(torch.int64))):
+        raise _rounded(master.dtype)
+    pair = master.to(torch.bfloat16), parameter.detach()
+    if all(one.is_cpu and one.is_contiguous() and one.dtype == torch.bfloat16
+           and one.numel() % 4 == one.storage_offset() % 4 == 0 for one in pair) and torch.equal(
+            *(one.view(-1).view(torch.int64) for one in pair)):
         return master  # the usual case: a CPU compares elements of bf16 at a fifth of this rate
-    return torch.where(rounded == parameter, master, parameter.float(), out=master)
+    return torch.where(pair[0] == parameter, master, parameter.float(), out=master)
+
+
+def _rounded(dtype: torch.dtype) -> RuntimeError:
+    return RuntimeError(
+        f"what the optimizer keeps was rounded to {dtype}: optimizer.load_state_dict() gives it "
+        f"the type of the weights, and a master (precision={MASTERS!r}) has 32 bits. Load it while "
+        f"the model is in 32 bits, before the trainer is built.")
 
 
 def masters_of(name: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Masters:
