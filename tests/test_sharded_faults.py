@@ -25,7 +25,7 @@ from elastic_trainer.events.log import Events
 from elastic_trainer.options import OF_TRAINER
 from elastic_trainer.reduce.ring import Sending
 from elastic_trainer.state.holders import Site
-from elastic_trainer.state.values.layout import pack
+from elastic_trainer.state.values.layout import byte_view, pack
 from elastic_trainer.training.after_step import AfterStep
 from elastic_trainer.training.commit_step import StepEnd
 from elastic_trainer.training.job.job import checked
@@ -139,6 +139,24 @@ def in_flight(scale: float | None, **more: Any) -> tuple[Work, StepEnd]:
     sums.counts.fill_(1)
     sums.used.fill_(1)
     return work, StepEnd(work)
+
+
+def test_a_copy_in_which_an_update_was_tried_is_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have some weights as they were tried. When the copy ends they are put back, and no
+    step is finished."""
+    work, end = in_flight(None)
+    given: list[torch.Tensor] = []
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        if not given:
+            with torch.no_grad():
+                end.sharded.prepare(Echo(), work.job.optimizer, None, None)
+        given.append(tensor)
+        return byte_view(tensor)
+
+    monkeypatch.setattr("elastic_trainer.world.revive.byte_view", seen)
+    assert work.leave(0) is None and given
+    assert work.leave(0) is not None
 
 
 @pytest.mark.parametrize(("scale", "precision"), [

@@ -162,6 +162,8 @@ class StepEnd:
         if job.scaler:
             with job.masters.in_groups(self.state, optimizer):
                 job.scaler.unscale_(optimizer)
+        if job.clip_norm is None and job.clip_value is None:
+            return  # to walk through a large model takes milliseconds
         moved = [*map(job.masters.of, job.model.parameters() if self.state.phases == 1
                       else parameters_of(optimizer))]
         if job.clip_norm is not None:

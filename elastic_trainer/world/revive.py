@@ -89,7 +89,7 @@ def write_live_state(state: LiveState, prepared: dict[str, Any],
     """
     if not state.has_state or state.is_applying:
         return None
-    step = state.ticks, state.begun
+    step = state.ticks, state.begun, state.tries
     packed = pack({
         "pid": os.getpid(), "state": state.values(), "in_flight": state.in_flight(),
         "prepared": prepared, "facts": json.dumps(facts)}, state.classes)
@@ -106,7 +106,7 @@ def write_live_state(state: LiveState, prepared: dict[str, Any],
     except OSError:
         os.close(descriptor)  # no room in memory: as above
         return None
-    if state.is_applying or (state.ticks, state.begun) != step:
+    if state.is_applying or (state.ticks, state.begun, state.tries) != step:
         os.close(descriptor)  # the training continued during the writing: the copy may be torn
         return None
     return descriptor

@@ -100,7 +100,7 @@ class Masters:
 
     def hand_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Let `.grad` of parameters have what the optimizer has got, as after a plain step."""
-        for p in parameters:
+        for p in parameters if self._stand_ins else ():
             if (stand_in := self.of(p)) is not p:
                 gradient, stand_in.grad = stand_in.grad, None
                 p.grad = None if gradient is None else gradient.to(p.dtype)
@@ -109,6 +109,9 @@ class Masters:
     def moving(self, state: LiveState, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Let an optimizer move the masters of the parameters that have a gradient, and round these
         parameters from them afterwards."""
+        if not self._stand_ins:
+            yield
+            return
         own = {id(p): p for p in parameters_of(optimizer)}  # one may stand in the groups twice
         pairs = [(p, stand_in) for p in own.values()
                  if (stand_in := self.of(p)) is not p and stand_in.grad is not None]
