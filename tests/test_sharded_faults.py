@@ -145,12 +145,13 @@ def test_a_copy_in_which_an_update_was_tried_is_not_left(monkeypatch: pytest.Mon
     """It may have some weights as they were tried. When the copy ends they are put back, and no
     step is finished."""
     work, end = in_flight(None)
-    given: list[torch.Tensor] = []
+    sharded, given = end.sharded, list[torch.Tensor]()
+    assert sharded
 
     def seen(tensor: torch.Tensor) -> torch.Tensor:
         if not given:
             with torch.no_grad():
-                end.sharded.prepare(Echo(), work.job.optimizer, None, None)
+                sharded.prepare(Echo(), work.job.optimizer, None, None)
         given.append(tensor)
         return byte_view(tensor)
 

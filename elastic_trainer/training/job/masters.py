@@ -138,8 +138,9 @@ def _require_apart(model: torch.nn.Module, moved: Iterable[torch.nn.Parameter]) 
     """Raise ConfigError if rounding would take a parameter that the optimizer moves out of a memory
     that another tensor of the model shares, and then does not follow any more."""
     leave = {p.untyped_storage().data_ptr() for p in moved if p.dtype != torch.bfloat16}
+    every: dict[str, torch.Tensor] = {**named_parameters(model), **named_buffers(model)}
     if shared := sharing_memory({
-            name: one for name, one in {**named_parameters(model), **named_buffers(model)}.items()
+            name: one for name, one in every.items()
             if one.layout == torch.strided and one.untyped_storage().data_ptr() in leave}):
         raise ConfigError(
             f"precision is {MASTERS!r}, and {' and '.join(shared)} lie in one memory, which a "
