@@ -94,8 +94,6 @@ class LiveState:
         """The ticks at which it received them from workers that train, or its former process."""
         self.is_applying = False
         """True while parameters may be half changed: then its values are worth nothing."""
-        self.tries = 0
-        """How often an update was tried, and put back. A copy made meanwhile is worth nothing."""
         self.copying = Copying()
         """The copy of parameters and optimizer that a device may still make."""
         self.lineage = 0

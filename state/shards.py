@@ -63,6 +63,8 @@ class Shards:
             one.register_state_dict_pre_hook(self._refuse_part)
         self.differs = False
         """True if this worker has computed other bits of a parameter than its owner."""
+        self.tries = 0
+        """How often an update was tried, and put back. A copy made meanwhile is worth nothing."""
 
     def _refuse_part(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError where a script would take a part of the state for all of it."""

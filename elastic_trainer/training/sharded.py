@@ -182,7 +182,8 @@ def _tried(state: LiveState, optimizer: torch.optim.Optimizer,
     copies = [{key: value.clone() for key, value in (entry or {}).items()
                if isinstance(value, torch.Tensor)} for entry in entries]
     state.copying.hold_writes()  # a device may still copy them for a checkpoint
-    state.is_applying, state.tries = True, state.tries + 1
+    assert state.shards
+    state.is_applying, state.shards.tries = True, state.shards.tries + 1
     try:
         yield
     finally:

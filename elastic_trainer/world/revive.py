@@ -89,7 +89,7 @@ def write_live_state(state: LiveState, prepared: dict[str, Any],
     """
     if not state.has_state or state.is_applying:
         return None
-    step = state.ticks, state.begun, state.tries
+    moment = _moment(state)
     packed = pack({
         "pid": os.getpid(), "state": state.values(), "in_flight": state.in_flight(),
         "prepared": prepared, "facts": json.dumps(facts)}, state.classes)
@@ -106,10 +106,15 @@ def write_live_state(state: LiveState, prepared: dict[str, Any],
     except OSError:
         os.close(descriptor)  # no room in memory: as above
         return None
-    if state.is_applying or (state.ticks, state.begun, state.tries) != step:
+    if state.is_applying or _moment(state) != moment:
         os.close(descriptor)  # the training continued during the writing: the copy may be torn
         return None
     return descriptor
+
+
+def _moment(state: LiveState) -> tuple[int, ...]:
+    """Return numbers of which one is larger when the values of the state have changed."""
+    return state.ticks, state.begun, state.shards.tries if state.shards else 0
 
 
 def read_live_state(descriptor: int,
