@@ -158,6 +158,8 @@ for step in trainer:
         step.backward(torch.nn.functional.mse_loss(model(batch[0]), batch[1]))
     trainer.evaluate(data, lambda model, batch: {"n": len(batch[0])})
     if step.number == 6 and trainer.is_first and store.exists() and not lost.exists():
+        while len([*store.glob("log/*.json")]) < 2:  # the first is of the attempt's begin
+            time.sleep(0.05)
         (store / "parts").rename(lost)  # its disk is lost
         (store / "parts").write_text("")
 print("weights", trainer.result.weights_sha256)

@@ -115,6 +115,7 @@ def test_goes_on_or_resumes_when_hosts_are_taken_without_notice(lab: Lab, tmp_pa
         fleet.wait_for_world(2)
         fleet.wait_for_step(fleet.newest_step() + 1)
         assert len(fleet.events("worker.step_redone")) <= 1, fleet.story()
+        fleet.wait_for("checkpoint", lambda: fleet.events("state.checkpoint_published"))
         lab.power_cut("h2", "h4")
         fleet.set_hosts([])
         fleet.wait_for("end", lambda: fleet.events("attempt.ended"))
