@@ -17,7 +17,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -132,18 +132,11 @@ def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
     command, so it must look like one (RFC 1123), above all at its start.
     """
     hosts: dict[str, int] = {}
-    for line in text.splitlines():
-        line = line.strip()
-        if not line:
-            continue
-        rest, _, zone = line.partition(" zone=")
-        place, _, address = rest.partition(" ")
-        host, colon, slots = place.rpartition(":")
-        if not colon:
-            host, slots = place, str(default_slots or 1)
-        is_number = re.fullmatch("[0-9]{1,4}", slots)
+    for line, host, slots, address, zone in _fields(text):
         where = re.sub(":[0-9]{1,5}$", "", address)
-        is_reached = not address or (colon and HOST_NAME.fullmatch(where))
+        is_reached = not address or (slots is not None and HOST_NAME.fullmatch(where))
+        slots = str(default_slots or 1) if slots is None else slots
+        is_number = re.fullmatch("[0-9]{1,4}", slots)
         are_names = all(map(HOST_NAME.fullmatch, (host, zone or host)))
         if not (are_names and is_reached and is_number) or int(slots) < 1:
             raise ValueError(f"{line!r} is not host:slots")
@@ -154,14 +147,21 @@ def parse_hosts(text: str, default_slots: int | None) -> dict[str, int]:
 def addresses_in(text: str) -> dict[str, str]:
     """Return the addresses of lines that `parse_hosts` has accepted: host → address, with the port
     of the host's agent where the line has one."""
-    lines = (line.partition(" zone=")[0].strip().partition(" ") for line in text.splitlines())
-    return {place.rpartition(":")[0]: address for place, _, address in lines if address}
+    return {host: address for _, host, _, address, _ in _fields(text) if address}
 
 
 def zones_in(text: str) -> dict[str, str]:
     """Return the zones of lines that `parse_hosts` has accepted: host → zone."""
-    lines = (line.strip().partition(" zone=") for line in text.splitlines())
-    return {rest.partition(" ")[0].rpartition(":")[0]: zone for rest, _, zone in lines if zone}
+    return {host: zone for _, host, _, _, zone in _fields(text) if zone}
+
+
+def _fields(text: str) -> Iterator[tuple[str, str, str | None, str, str]]:
+    """Yield each line with its host, slots (None: it names none), address and zone."""
+    for line in filter(None, map(str.strip, text.splitlines())):
+        rest, _, zone = line.partition(" zone=")
+        place, _, address = rest.partition(" ")
+        host, colon, slots = place.rpartition(":")
+        yield (line, host, slots, address, zone) if colon else (line, place, None, address, zone)
 
 
 LOOKUP_S = 30.0
