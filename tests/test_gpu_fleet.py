@@ -399,7 +399,7 @@ def test_agent_and_poller_hold_nvidia_smi_against_ec2s_type(
             poller.poll(pool)
         (row,) = json.loads(hosts.with_name("hosts.json").read_text())["hosts"]
     assert row["why"].startswith(why)
-    assert hosts.read_text() == ("127.0.0.1:4\n" * (row["why"] == "in"))
+    assert hosts.read_text() == ("127.0.0.1:4 zone=us-east-1a\n" * (row["why"] == "in"))
     sick = [line for line in (tmp_path / "events.jsonl").read_text().splitlines()
             if "discovery.host_sick" in line]
     assert bool(sick) == (gpus_found != 4) and all("nvidia-smi finds" in line for line in sick)
