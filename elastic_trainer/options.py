@@ -196,10 +196,11 @@ class Common(TypedDict, total=False):
     bucket_bytes: Annotated[int | None, Option(None, change="harmless")]
     """How much of the gradient is sent at once, in bytes; None: 25 MiB on GPUs; on CPUs 1 MiB with
     the reducer "ring", and 16 MiB with "exact". The bits of "exact" do not depend on it."""
-    shard: Annotated[str | None, Option(None, choices=("optimizer",), change="harmless")]
+    shard: Annotated[str | None, Option(None, choices=("optimizer", "gradients"),
+                                             change="harmless")]
     """With "optimizer": each worker keeps a part of the optimizer's state, as in ZeRO's stage 1.
-    Each part has an owner, and `buddies` on other hosts. None: each worker keeps all. The bits are
-    the same."""
+    With "gradients": of the gradients, too, as in stage 2. Each part has an owner, and `buddies` on
+    other hosts. None: each worker keeps all. The bits are the same."""
     buddies: Annotated[int, Option(1, ge=0, lt=3, change="harmless")]
     """With `shard`: how many other workers keep each part. If all that keep a part are lost at
     once, the run goes back to the newest checkpoint."""

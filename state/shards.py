@@ -13,7 +13,7 @@ What always holds:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,6 +29,17 @@ class Peers(Protocol):
     size: int
 
     def gather_texts(self, text: str) -> list[str]: ...
+
+
+class Behind(NamedTuple):
+    """What of the last finished step is still to be done, because the parameters of other workers'
+    parts have not come (shard="gradients")."""
+
+    step: int
+    averages: bool
+    """True if the average of the weights takes the step."""
+    has_parameters: bool = False
+    """True if they have come, and other workers may still lack theirs."""
 
 
 class Shards:
@@ -64,7 +75,10 @@ class Shards:
         self.differs = False
         """True if this worker has computed other bits of a parameter than its owner."""
         self.tries = 0
-        """How often an update was tried, and put back. A copy made meanwhile is worth nothing."""
+        """How often an update was tried, and put back, or parameters of others came. A copy made
+        meanwhile is worth nothing."""
+        self.behind: Behind | None = None
+        """None: this worker has the parameters of the last finished step."""
 
     def _refuse_part(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError where a script would take a part of the state for all of it."""
@@ -83,7 +97,7 @@ class Shards:
     def begin(self, rank: int, sites: Sequence[Site]) -> None:
         """Begin where no rank holds anything: each is to restore what it will hold."""
         self.place(rank, sites, [set()] * len(sites))
-        self.held, self.differs = set(self.mine), False
+        self.held, self.differs, self.behind = set(self.mine), False, None
 
     def hold_as_built(self, rank: int) -> None:
         """Begin without a checkpoint: the values are those that rank 0 was built with."""
@@ -93,6 +107,11 @@ class Shards:
     def is_whole(self) -> bool:
         """True if this worker holds all entries."""
         return len(self.held) == len(self.blocks)
+
+    @property
+    def lacks_parameters(self) -> bool:
+        """True if this worker has not all parameters of the last finished step."""
+        return self.behind is not None and not self.behind.has_parameters
 
     def owner(self, name: str) -> int:
         """Return the rank that owns the entry of a parameter."""

@@ -67,7 +67,7 @@ NEEDED = {"WarmupDecayLR": ("total_num_steps",), "WarmupCosineLR": ("total_num_s
           "StepLR": ("step_size",), "MultiStepLR": ("milestones",), "ExponentialLR": ("gamma",),
           "CosineAnnealingLR": ("T_max",), "CosineAnnealingWarmRestarts": ("T_0",)}
 """The parameters without a default."""
-STAGES: dict[int, str | None] = {0: None, 1: "optimizer"}
+STAGES: dict[int, str | None] = {0: None, 1: "optimizer", 2: "gradients"}
 """The stages of ZeRO that are supported → the trainer's option `shard`."""
 NOT_SHARDED = (
     "The gradients are not sharded: each worker holds all weights and gradients, 8 bytes a "

@@ -338,6 +338,7 @@ class BufferValues:
         self._buffers, self._rules, self._schedule = buffers, rules, schedule
         self._of: dict[str, Any] = {}
         """The rules by the names of the buffers that there are."""
+        self._step = 0
         self._mine: list[Values] = []
         self._names: list[str] = []
         self._groups: list[Group] = []
@@ -347,7 +348,7 @@ class BufferValues:
     def begin(self, step: int) -> None:
         if self._of.keys() != self._buffers.named.keys():
             self._of = self._rules.of(self._buffers.named)
-        is_single = self._schedule.parts(step) == 1
+        self._step, is_single = step, self._schedule.parts(step) == 1
         self._mine, self._buffers.left = [], []
         names = [name for name, rule in self._of.items()
                  if is_single or rule not in (None, "mean")]
@@ -384,8 +385,9 @@ class BufferValues:
                 f"the buffers' values already. Change it before step.backward(), or after the "
                 f"inner loop; a forward pass there may run in eval mode.")
 
-    def share(self, world: World) -> None:
-        """Give all workers the values of all micro-batches. Network: one allgather of them."""
+    def share(self, world: World, owned: Callable[[int, int], range]) -> None:
+        """Give all workers the values of all micro-batches, in their order. `owned` has those of a
+        rank. Network: one allgather of them."""
         mine = self._mine
         if self._names and world.size > 1:
             before = self._buffers.before
@@ -395,6 +397,10 @@ class BufferValues:
                 torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8), "buffers")
             mine = [self._read(everyone[at : at + bytes_each], before)
                     for at in range(0, len(everyone), max(1, bytes_each))]
+            numbers = [number for rank in range(world.size) for number in owned(rank, world.size)
+                       if len(self._schedule.microbatch_positions(self._step, number))]
+            if len(numbers) == len(mine):  # else a worker has failed, and no step is applied
+                mine = [mine[place] for place in sorted(range(len(mine)), key=numbers.__getitem__)]
         self._buffers.left = mine
 
     def _read(self, data: torch.Tensor, before: Values) -> Values:

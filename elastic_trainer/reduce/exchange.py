@@ -28,7 +28,11 @@ import torch
 
 from elastic_trainer.reduce.reducer import Collectives
 from elastic_trainer.reduce.tree import joined, node_sum
-from elastic_trainer.schedule.schedule import aligned_subtrees, owned_microbatches
+from elastic_trainer.schedule.schedule import (
+    aligned_subtrees,
+    dealt_microbatches,
+    owned_microbatches,
+)
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,8 @@ class Route:
     hosts: tuple[int, ...]
     """The number of each rank's host."""
     microbatches: int
-
-    @cached_property
-    def trees(self) -> list[list[range]]:
-        """Return the subtrees of each rank."""
-        size = len(self.hosts)
-        return [aligned_subtrees(owned_microbatches(rank, size, self.microbatches),
-                                 self.microbatches) for rank in range(size)]
+    trees: tuple[tuple[range, ...], ...]
+    """The subtrees of each rank."""
 
     @cached_property
     def groups(self) -> list[list[int]]:
@@ -87,7 +86,22 @@ class Route:
 
 @lru_cache(maxsize=8)
 def route_of(rank: int, hosts: tuple[int, ...], microbatches: int) -> Route:
-    return Route(rank, hosts, microbatches)
+    """Return the route where each rank has neighbours, and sends their subtrees."""
+    return Route(rank, hosts, microbatches, tuple(
+        tuple(aligned_subtrees(owned_microbatches(one, len(hosts), microbatches), microbatches))
+        for one in range(len(hosts))))
+
+
+@lru_cache(maxsize=64)
+def dealt_route(rank: int, hosts: tuple[int, ...], microbatches: int,
+                number: int | None = None) -> Route:
+    """Return the route of one round of dealt micro-batches, of which each rank sends its own; None:
+    of all rounds."""
+    every = slice(None) if number is None else slice(number, number + 1)
+    return Route(rank, hosts, microbatches, tuple(
+        tuple(range(one, one + 1)
+              for one in dealt_microbatches(rank, len(hosts), microbatches)[every])
+        for rank in range(len(hosts))))
 
 
 Asked = tuple[Any, Callable[[Any], Any]]
@@ -104,15 +118,51 @@ def course(world: Collectives, route: Route, name: str, mine: Sequence[torch.Ten
     into equal slices. Both are changed. Yields each collective, and is sent its result.
     """
     length = -(-result.numel() // world.size)
-    one, pieces = Stage(world, route, name, length, result[:0]), dict(
-        zip(route.trees[route.rank], mine, strict=True))
-    if len(route.groups) < world.size:  # a host has several workers: all take part
-        pieces = yield from one.in_host(pieces)
-    if len(route.groups) > 1:
-        pieces = yield from one.between_hosts(pieces)
+    pieces = yield from Stage(world, route, name, length, result[:0]).my_slice(mine)
     total = node_sum(pieces, range(route.microbatches), route.microbatches)
     whole = yield world.allgather_start(total, f"{name}.result"), world.wait
     result.copy_(whole[: result.numel()])
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which elements of a bucket each rank wants of the sum, and what takes mine: its elements, in
+    their order."""
+
+    ranges: Sequence[Sequence[tuple[int, int]]]
+    take: Callable[[torch.Tensor], None]
+
+    def of_slice(self, rank: int, length: int) -> list[list[tuple[int, int]]]:
+        """Return what each rank wants of the slice of one rank, counted from its start."""
+        low = rank * length
+        return [[(max(start, low) - low, min(stop, low + length) - low) for start, stop in its
+                 if start < low + length and low < stop] for its in self.ranges]
+
+
+def scattered(stage: Stage, mine: Sequence[torch.Tensor], pending: Pieces,
+              wanted: Wanted | None) -> Course:
+    """Add one round of a bucket's micro-batches to what is `pending` of my slice of the sum. After
+    the last round each rank gets what is `wanted`; None: it is not the last one.
+
+    `mine` has the bucket of my micro-batch of this round, if I have one, cut into equal slices. It
+    is changed.
+    """
+    world, microbatches = stage.world, stage.route.microbatches
+    pieces = pending | (yield from stage.my_slice(mine))
+    pending.clear()
+    for node in joined(pieces, microbatches):
+        pending[node] = node_sum(pieces, node, microbatches)
+    if wanted is None:
+        # What was received is a memory of many pieces, of which one is left.
+        pending.update({node: piece.clone() for node, piece in pending.items()})
+        return
+    total = pending.pop(range(microbatches))
+    parts = wanted.of_slice(world.rank, stage.length)
+    outgoing = torch.cat([stage.empty, *(total[low:high] for its in parts for low, high in its)])
+    splits = [sum(high - low for low, high in its) for its in parts]
+    received, _ = yield world.exchange_start(outgoing, splits, f"{stage.name}.held"), (
+        world.exchanged)
+    wanted.take(received)
 
 
 @dataclass(frozen=True)
@@ -124,6 +174,16 @@ class Stage:
     name: str
     length: int
     empty: torch.Tensor
+
+    def my_slice(self, mine: Sequence[torch.Tensor]) -> Generator[Asked, Any, Pieces]:
+        """Return the subtrees of all workers, of my slice. `mine` has the bucket of each of my
+        subtrees."""
+        route, pieces = self.route, dict(zip(self.route.trees[self.route.rank], mine, strict=True))
+        if len(route.groups) < self.world.size:  # a host has several workers: all take part
+            pieces = yield from self.in_host(pieces)
+        if len(route.groups) > 1:
+            pieces = yield from self.between_hosts(pieces)
+        return pieces
 
     def in_host(self, mine: Pieces) -> Generator[Asked, Any, Pieces]:
         """Return my host's subtrees, each with the slices that I carry, one after the other."""

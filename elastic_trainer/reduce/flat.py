@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -181,6 +181,12 @@ class Layout:
     head_stop: int
     """The end of all that is no gradient."""
 
+    def front(self) -> Layout:
+        """Return this layout without the gradients."""
+        lengths = dict.fromkeys(self.lengths, ALIGNED)
+        lengths[torch.float32] = -(-self.head_stop // ALIGNED) * ALIGNED
+        return replace(self, places=[], lengths=lengths)
+
 
 def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statistics: int,
              tally: int) -> Layout:
@@ -192,11 +198,11 @@ def laid_out(parameters: Sequence[torch.Tensor], trained: Sequence[bool], statis
     tally_start = used_start + len(parameters)
     mark = tally_start + tally
     head_stop = mark + 1
-    lengths = {_sum_dtype(parameter.dtype): ALIGNED for parameter in parameters}
+    lengths = {sum_dtype(parameter.dtype): ALIGNED for parameter in parameters}
     lengths[torch.float32] = -(-head_stop // ALIGNED) * ALIGNED
     places = []
     for number in members:
-        dtype, count = _sum_dtype(parameters[number].dtype), parameters[number].numel()
+        dtype, count = sum_dtype(parameters[number].dtype), parameters[number].numel()
         places.append((dtype, lengths[dtype], lengths[dtype] + count))
         lengths[dtype] += count
     return Layout(members, places, lengths, statistics_start, used_start, tally_start, mark,
@@ -221,9 +227,14 @@ class Flat:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter],
                  buffers: dict[str, torch.Tensor], device: torch.device,
-                 rules: BufferRules | None = None):
+                 rules: BufferRules | None = None, gradients: Gradients | None = None):
         self.device = device
-        self.gradients = Gradients(parameters)
+        self.gradients = gradients or Gradients(parameters)
+        self.is_front = gradients is not None
+        """The gradients leave (leaving.py): the buffers have the front alone."""
+        self.reduced: dict[int, torch.Tensor] = {}
+        """Of gradients that leave: those of the reduced gradient that this worker holds, by the
+        number of the parameter."""
         self._rules = rules
         self.statistics = self._statistics_of(buffers)
         self.tally = Tally()
@@ -247,7 +258,9 @@ class Flat:
         self.trained = list(trained)
         everyone = self.gradients.everyone
         self.layout = laid_out(everyone, trained, self.statistics.size, self.tally.size)
-        self._strides = [_stride(everyone[number]) for number in self.layout.members]
+        if self.is_front:
+            self.layout = self.layout.front()
+        self._strides = [stride_of(everyone[number]) for number in self.layout.members]
         self._one_run = torch.tensor([1.0, *map(float, trained)], device=self.device)
         """What a micro-batch adds to the counts."""
         self._used_in_one: tuple[list[int], torch.Tensor] | None = None
@@ -269,11 +282,11 @@ class Flat:
         sums.tally = front[layout.tally_start : layout.mark]
         sums.mark = front[layout.mark : layout.head_stop]
         everyone = self.gradients.everyone
-        # `.data` gives each view a version of its own.
+        # No gradient has a place if the gradients leave. `.data` gives each view a version of its own.
         sums.gradients = [sums[dtype][start:stop].as_strided(everyone[number].shape, stride).data
                           for number, stride, (dtype, start, stop)
                           in zip(self.layout.members, self._strides, self.layout.places,
-                                 strict=True)]
+                                 strict=not self.is_front)]
         return sums
 
     def add_into(self, sums: Sums) -> None:
@@ -348,6 +361,10 @@ class Flat:
     def hand_out(self) -> None:
         self.gradients.hand_out(self._known.used)
 
+    def used(self) -> list[float]:
+        """Return in how many micro-batches each parameter got a gradient."""
+        return self._known.used
+
     def run(self) -> float:
         """Return how many micro-batches all workers have run in the step."""
         return self._known.run
@@ -369,6 +386,8 @@ class Flat:
     def divide(self) -> None:
         """Make the sum of the gradients their mean over what was counted."""
         if total := self.counted():
+            for gradient in self.reduced.values():
+                gradient.div_(total)
             for dtype, tensor in self.sums.items():
                 start = self.layout.head_stop if dtype == torch.float32 else 0
                 tensor[start : self.layout.lengths[dtype]].div_(total)
@@ -414,11 +433,11 @@ class Facts:
                      numbers[mark], numbers[mark + 1 :])
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _stride(parameter: torch.Tensor) -> tuple[int, ...]:
+def stride_of(parameter: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a parameter's gradient: its own where they leave no gaps, as autograd
     has it.
 

@@ -64,12 +64,20 @@ class Reducer(ABC):
         """Start a step; returns the micro-batches that this worker runs, in order. `again`: it runs
         the micro-batches of the step in flight again, and what was sent of it holds."""
         self.flat.begin()
-        mine = owned_microbatches(world.rank, world.size, self.microbatches)
+        mine = self.owned(world.rank, world.size)
         if not again:
             self.flat.gradients.begin()
             self._message = None
         self._begin(world, mine, again)
         return mine
+
+    def owned(self, rank: int, size: int) -> range:
+        """Return the micro-batches of a rank."""
+        return owned_microbatches(rank, size, self.microbatches)
+
+    def owner(self, microbatch: int, size: int) -> int:
+        """Return the rank that runs a micro-batch."""
+        return next(rank for rank in range(size) if microbatch in self.owned(rank, size))
 
     @abstractmethod
     def _begin(self, world: Collectives, mine: range, again: bool) -> None: ...

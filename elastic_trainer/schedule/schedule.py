@@ -305,8 +305,11 @@ def owned_microbatches(rank: int, size: int, microbatches: int) -> range:
     return range(min(rank * each, microbatches), min((rank + 1) * each, microbatches))
 
 
-def owner_of(microbatch: int, size: int, microbatches: int) -> int:
-    return microbatch // -(-microbatches // size)
+def dealt_microbatches(rank: int, size: int, microbatches: int) -> range:
+    """Return the micro-batches of one rank where they are dealt one by one: each round of all ranks
+    has neighbours, so their sums join in the fixed tree as soon as the round is over."""
+    assert 0 <= rank < size, f"rank {rank} of {size}"
+    return range(rank, microbatches, size)
 
 
 def aligned_subtrees(owned: range, microbatches: int) -> list[range]:

@@ -20,6 +20,7 @@ from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.reduce.buffers import MOST_CHANGE, results
 from elastic_trainer.reduce.flat import COUNT, means
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.shards import Behind
 from elastic_trainer.state.together import copy_together
 from elastic_trainer.state.values.layout import byte_view
 from elastic_trainer.state.values.names import named_parameters
@@ -27,6 +28,7 @@ from elastic_trainer.training.failures import Losses, LossNotFinite, not_finite,
 from elastic_trainer.training.job.optimizers import members_of, parameters_of
 from elastic_trainer.training.microbatches import Microbatches
 from elastic_trainer.training.sharded import ShardedUpdate
+from elastic_trainer.training.sharded_gradients import ShardedGradients, after_update
 from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import World
 
@@ -37,7 +39,10 @@ class StepEnd:
     def __init__(self, work: Work):
         self.work, self.job, self.state, self.flat = work, work.job, work.state, work.flat
         self.events = work.events
-        self.sharded = ShardedUpdate(work, self._ready) if work.state.shards else None
+        self.sharded: ShardedUpdate | ShardedGradients | None = None
+        if work.state.shards:
+            self.sharded = (ShardedGradients(work, self._note_norm) if self.flat.is_front
+                            else ShardedUpdate(work, self._ready))
         self.grad_norm: torch.Tensor | None = None
         """The norm of the last gradient before it was clipped; None without `clip_norm`."""
 
@@ -109,14 +114,15 @@ class StepEnd:
         else:
             self._update()
         state.findings.add(job.phases[phase], state.loss, self.flat.tallied(), is_first=phase == 0)
+        behind = Behind(state.committed, averages=not self.is_skipped(loss))
         if phase + 1 == state.phases:
             state.rates.advance(state.loss)
-            if job.average and not self.is_skipped(loss):
-                job.average.update(state.committed)
-            self.events.trace.mark.enter("after")
-            job.after_step(state.committed)
         else:
             state.rates.note()
+        if self.flat.is_front and state.shards:
+            state.shards.behind = behind  # the rest comes with the parameters: `complete`
+        elif phase + 1 == state.phases:
+            after_update(self.work, behind)
         state.parameters.check()
         state.optimizer_values.check(state.committed)
         self.work.end()
@@ -151,7 +157,8 @@ class StepEnd:
             sharded.apply(optimizer, lambda: self._step(optimizer))
         else:
             self._step(optimizer)
-        job.masters.hand_back(self.flat.gradients.everyone)
+        if not self.flat.is_front:
+            job.masters.hand_back(self.flat.gradients.everyone)
         if job.scaler:
             job.scaler.update()
         state.extra_state.apply()
@@ -167,9 +174,12 @@ class StepEnd:
         moved = [*map(job.masters.of, job.model.parameters() if self.state.phases == 1
                       else parameters_of(optimizer))]
         if job.clip_norm is not None:
-            self.grad_norm = torch.nn.utils.clip_grad_norm_(moved, job.clip_norm)
+            self._note_norm(torch.nn.utils.clip_grad_norm_(moved, job.clip_norm))
         if job.clip_value is not None:
             torch.nn.utils.clip_grad_value_(moved, job.clip_value)
+
+    def _note_norm(self, norm: torch.Tensor) -> None:
+        self.grad_norm = norm
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         with self.job.masters.moving(self.state, optimizer):
@@ -187,11 +197,24 @@ class StepEnd:
         optimizer = members_of(self.job.optimizer)[self.state.phase]
         sharded.forget(optimizer, self.job.scaler)
         is_whole = microbatches.is_reduced and self.flat.run()
-        if world.size == 1 or not is_whole or self.is_skipped(self.flat.mean_loss()):
+        is_alone = world.size == 1 and not self.flat.is_front
+        if is_alone or not is_whole or self.is_skipped(self.flat.mean_loss()):
             return
         job, step = self.job, self.state.committed
         sharded.prepare(world, optimizer, job.multiplier(step), job.scaler)
         microbatches.error = microbatches.error or sharded.error
+
+    def complete(self, world: World) -> None:
+        """After `apply`: let all workers have the new parameters, if the gradients are sharded. All
+        workers call it. Network."""
+        if isinstance(self.sharded, ShardedGradients):
+            self.sharded.complete(world)
+
+    def catch_up(self, world: World, lacks: bool) -> None:
+        """When a generation begins: end the last step, if the gradients are sharded. All members
+        call it; `lacks`: one of them lacks parameters. Network, if so."""
+        if isinstance(self.sharded, ShardedGradients):
+            self.sharded.catch_up(world, lacks)
 
 
 def weights_sha256(state: LiveState) -> str:

@@ -25,7 +25,6 @@ from elastic_trainer.evaluate.evaluation import Evaluations
 from elastic_trainer.events import summary as report
 from elastic_trainer.events.log import Events
 from elastic_trainer.reduce.ring import Sending
-from elastic_trainer.schedule.schedule import owner_of
 from elastic_trainer.state.checkpoints.checkpoint import Plan
 from elastic_trainer.state.live_state import own_tensors
 from elastic_trainer.training.account import Account, is_finished
@@ -156,6 +155,7 @@ class Loop:
             self.end.judge_loss(step, self.microbatches.losses, world)
             self.end.apply(*control.totals)  # all that outlives the step, together
             self.events.reach("step.applied", step=step)
+            self.end.complete(world)  # network: the new parameters, if the gradients are sharded
             if state.phase == 0:
                 self._note_step(step, time.monotonic() - started, voted - computed, pace)
             yield from self.after_step.hand_over()  # the user's code, up to the next inner loop
@@ -196,8 +196,7 @@ class Loop:
 
     def _from_first_microbatch(self, step: int, text: str) -> str:
         """Send the text of the worker that has run the step's first micro-batch to all workers."""
-        numbers = self.job.schedule
-        owner = owner_of(numbers.first_microbatch(step), self.world.size, numbers.microbatches)
+        owner = self.work.reducer.owner(self.job.schedule.first_microbatch(step), self.world.size)
         return self.world.share_text(text, owner)
 
     def _ballot(self, samples: int, digest: int, held: list[Part]) -> Ballot:
@@ -329,6 +328,7 @@ def hooks_of(loop: Loop) -> Hooks:
                  raise_if_device_failed=partial(raise_if_failed, loop.job.device),
                  owes=lambda: loop.after_step.owes(),
                  attend=lambda: loop.after_step.evaluations.attend(),
+                 catch_up=lambda lacks: loop.end.catch_up(loop.world, lacks),
                  place_shards=lambda: place_shards(
                      loop.world, loop.state, loop.launch, loop.events))
 

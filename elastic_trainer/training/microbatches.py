@@ -98,10 +98,11 @@ class Microbatches:
         self.values.begin(step)
         for microbatch, indices in zip(mine, schedule.samples_of(step, mine), strict=True):
             self._require_peers()
-            is_last = microbatch == mine.stop - 1
+            is_last = microbatch == mine[-1]
             done = self.reducer.microbatch(microbatch, is_last=is_last)
             if len(indices) and self.error is None:
-                yield from self._one(step, microbatch, indices, world if is_last else None)
+                overlaps = world if is_last or self.flat.is_front else None
+                yield from self._one(step, microbatch, indices, overlaps)
                 run[microbatch] = indices
             done()
         if self.flat.microbatches_run:
@@ -249,7 +250,7 @@ class Microbatches:
             self.left.share(mark if self.is_reduced else NOT_RUN, from_first)
         except RuntimeError as error:
             self.error = self.error or error
-        self.values.share(world)
+        self.values.share(world, self.reducer.owned)
 
     def _remedy_for_changes(self) -> str:
         words = self.job.words

@@ -21,7 +21,7 @@ Source: the partition of the optimizer's state is that of ZeRO, stage 1 (arXiv 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,12 +71,15 @@ class ShardedUpdate:
             return
         update.new = self.work.reducer.spare().gradients
         moved = self._moved(optimizer)
-        for blocks in _batches(moved):
+        for blocks in batches(moved):
             mine = [p for block in blocks if block in self.shards.owned for p in moved[block]]
             with self.state.rates.tried(optimizer, multiplier):
                 computed = self._computed(optimizer, mine)
             self.work.events.reach("shards.computed", step=self.state.committed)
-            self._receive(world, {block: moved[block] for block in blocks}, computed)
+            views, owners = self._new_values(), {
+                block: self.shards.holders[block][0] for block in blocks}
+            for _, p, value in received(world, owners, moved, computed):
+                views[id(p)].copy_(value)
 
     def _moved(self, optimizer: torch.optim.Optimizer) -> Moved:
         """Return the parameters that have a gradient for the optimizer of this phase, by block."""
@@ -95,21 +98,10 @@ class ShardedUpdate:
             with _tried(self.state, optimizer, parameters), self._alone(parameters):
                 with self.masters.moving(self.state, optimizer):
                     optimizer.step()
-                return torch.cat([_bytes_of(p) for p in parameters])
+                return bytes_of(parameters)
         except Exception as error:  # the others wait for these bytes; the vote informs them
             self.error = error
-            return torch.cat([_bytes_of(p) for p in parameters])
-
-    def _receive(self, world: World, moved: Moved, mine: torch.Tensor) -> None:
-        whole, at, views = world.allgather(mine, "shards.parameters"), 0, self._new_values()
-        for block in sorted(moved, key=lambda block: (self.shards.holders[block][0], block)):
-            for p in moved[block]:
-                size = p.numel() * p.element_size()
-                piece = whole[at : at + size]
-                if piece.storage_offset() % p.element_size():
-                    piece = piece.clone()
-                views[id(p)].copy_(piece.view(p.dtype).view(p.shape))
-                at += size
+            return bytes_of(parameters)
 
     def _new_values(self) -> dict[int, torch.Tensor]:
         """Return where the new values of parameters are, by their ids; {}: there are none."""
@@ -127,7 +119,7 @@ class ShardedUpdate:
             for p in parameters:
                 if block not in self.shards.held:
                     p.copy_(new[id(p)])
-                elif not _are_same(p, new[id(p)].to(p.dtype)):
+                elif not are_same(p, new[id(p)].to(p.dtype)):
                     self.shards.differs = True
         self.work.update = None
 
@@ -159,17 +151,40 @@ def place_shards(world: World, state: LiveState, launch: Launch, events: Events)
     it when each has the rest. Network. Raises StateWithdrawn on all if a part is lost."""
     if (shards := state.shards) is None:
         return
-    held = held_by_rank(world, shards)
-    if lost := lost_blocks(len(shards.blocks), held):
-        if world.rank == 0:
-            events.emit("worker.shards_lost", step=state.committed, blocks=len(lost),
-                        of=len(shards.blocks))
-        raise StateWithdrawn(
-            f"all holders of {len(lost)} of {len(shards.blocks)} parts of the optimizer's state "
-            f"are gone: back to the newest checkpoint")
+    held = all_held(world, state, events)
     shards.place(world.rank, world.sites, held)
     move_shards(world, state, held, events)
     log_exposed(world, shards, state.committed, launch, events)
+
+
+def all_held(world: World, state: LiveState, events: Events) -> list[set[int]]:
+    """Return the blocks that each rank holds. Network. Raises StateWithdrawn on all if a block has
+    no holder."""
+    assert state.shards
+    blocks = len(state.shards.blocks)
+    held = held_by_rank(world, state.shards)
+    if lost := lost_blocks(blocks, held):
+        if world.rank == 0:
+            events.emit("worker.shards_lost", step=state.committed, blocks=len(lost), of=blocks)
+        raise StateWithdrawn(
+            f"all holders of {len(lost)} of {blocks} parts of the optimizer's state are gone: back "
+            f"to the newest checkpoint")
+    return held
+
+
+def received(world: World, owners: Mapping[int, int], moved: Moved,
+             mine: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield the blocks that have these owners, each parameter of them, and the value that its owner
+    has sent. `mine` has the bytes of my blocks. Network: one allgather."""
+    whole, at = world.allgather(mine, "shards.parameters"), 0
+    for block in sorted(owners, key=lambda block: (owners[block], block)):
+        for p in moved[block]:
+            size = p.numel() * p.element_size()
+            piece = whole[at : at + size]
+            if piece.storage_offset() % p.element_size():
+                piece = piece.clone()
+            yield block, p, piece.view(p.dtype).view(p.shape)
+            at += size
 
 
 @contextmanager
@@ -200,7 +215,7 @@ def _tried(state: LiveState, optimizer: torch.optim.Optimizer,
         state.is_applying = False
 
 
-def _batches(moved: Moved) -> Iterator[list[int]]:
+def batches(moved: Moved) -> Iterator[list[int]]:
     """Cut the blocks into batches, the same on all workers."""
     batch, size = list[int](), 0
     for block, parameters in moved.items():
@@ -220,9 +235,11 @@ def _has_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
     return any(float(one) for one in found.values())
 
 
-def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other) or bool(((one == other) | one.isnan() & other.isnan()).all())
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+def bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of some tensors, one after the other."""
+    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8)
+                      for tensor in tensors])

@@ -289,8 +289,11 @@ class WarmUp:
                 len(indices) == len(job.schedule.microbatch_positions(*place))):
             self.proving.note_batch(batch, indices.tolist())
         held = self.replica.all_parts()
-        weights, inputs = fingerprint(held), fingerprint([held, batch])
-        losses: list[torch.Tensor] = []
+        # Gradients that leave have other checksums, which are not to be compared with those of sums.
+        weights, inputs = fingerprint(held), fingerprint([held, batch, *["leave"] * flat.is_front])
+        losses, left = list[torch.Tensor](), dict[int, int]()
+        flat.gradients.leave_to(lambda number, gradient: left.update(
+            {number: fingerprint(gradient)}))
         flat.begin()
         try:
             flat.add_into(flat.sums)
@@ -310,7 +313,8 @@ class WarmUp:
             self._check_parameters(held)
             self._check_attributes()
             loss = float(losses[0].detach()) if losses else math.nan
-            return Tried(inputs, fingerprint([*losses, *flat.sums.values()]), loss, weights)
+            result = fingerprint([*losses, *flat.sums.values(), *sorted(left.items())])
+            return Tried(inputs, result, loss, weights)
         finally:
             self.state.reopen()
             flat.begin()

@@ -22,10 +22,12 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.events.log import Events
 from elastic_trainer.reduce.exact import ExactReducer
 from elastic_trainer.reduce.flat import Flat
+from elastic_trainer.reduce.leaving import LeavingGradients
 from elastic_trainer.reduce.reducer import Reducer
 from elastic_trainer.reduce.ring import RingReducer, Sending
+from elastic_trainer.reduce.scattered import ScatteredReducer
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.shards import Shards
+from elastic_trainer.state.shards import Behind, Shards
 from elastic_trainer.state.values.forms import CannotKeep
 from elastic_trainer.state.values.names import named_parameters, plain
 from elastic_trainer.training.checks.beside import Beside
@@ -84,14 +86,11 @@ class Work:
         self.built_settings = self.state.settings
         """Those that the job was built with. A checkpoint brings others."""
         self.replica = Replica(self.state)
-        self.flat = Flat(named_parameters(job.model), self.state.buffers, job.device, job.buffers)
+        named = named_parameters(job.model)
+        self.flat = Flat(named, self.state.buffers, job.device, job.buffers,
+                         LeavingGradients(named) if job.shard == "gradients" else None)
         self.flat.gradients.receivers = [*map(job.masters.of, self.flat.gradients.everyone)]
-        self.reducer: Reducer = ExactReducer(
-            self.flat, job.schedule.microbatches, sending.bucket_bytes)
-        if reduce != "exact":
-            self.reducer = RingReducer(
-                self.flat, job.schedule.microbatches, sending, lambda **facts: events.emit(
-                    "worker.gradients_compressed", step=self.state.committed, **facts))
+        self.reducer = self._reducer(reduce, sending)
         self.update: Update | None = None
         self.scaling = Scaling(job.scaler, self.flat.gradients)
         self.fit = Fit()
@@ -101,6 +100,15 @@ class Work:
         self.probe = Probe(job, lambda: self.state.extras.values())
         self.program = self._program()
         self.require_kept(begins=True)
+
+    def _reducer(self, reduce: str, sending: Sending) -> Reducer:
+        flat, microbatches = self.flat, self.job.schedule.microbatches
+        if flat.is_front and self.state.shards:
+            return ScatteredReducer(flat, microbatches, self.state.shards, sending.bucket_bytes)
+        if reduce == "exact":
+            return ExactReducer(flat, microbatches, sending.bucket_bytes)
+        return RingReducer(flat, microbatches, sending, lambda **facts: self.events.emit(
+            "worker.gradients_compressed", step=self.state.committed, **facts))
 
     def settle(self) -> None:
         """Take the program as the warm-up has left it: from here on it stays."""
@@ -188,7 +196,8 @@ class Work:
         shards = self.state.shards
         held = sorted(shards.held) if shards else []
         facts = {"trained": self.flat.trained, "handed_over": handed_over,
-                 "fit": self.fit.to_dict(), "held": held}
+                 "fit": self.fit.to_dict(), "held": held,
+                 "behind": shards.behind if shards else None}
         prepared = self._prepared() if self.state.is_prepared else {}
         memory = revive.write_live_state(self.state, prepared, facts)
         if memory is not None and shards and held != sorted(shards.held):
@@ -201,7 +210,12 @@ class Work:
         gradients, update = self.flat.gradients, self.update
         prepared: dict[str, Any] = {"sums": {
             str(kind).removeprefix("torch."): sums for kind, sums in self.flat.sums.items()}}
-        if update:
+        if update and self.flat.is_front:
+            prepared |= {"held": {str(number): receiver.grad for number, receiver
+                                  in enumerate(gradients.receivers)
+                                  if receiver.grad is not None and number in self.flat.reduced},
+                         "infinite": self._infinite()}
+        elif update:
             # `.grad` of the others is a view of the sums.
             prepared |= {"new": update.new, "narrow": [
                 parameter.grad for parameter, is_narrow in zip(
@@ -225,21 +239,25 @@ class Work:
             return None
         if shards := self.state.shards:
             shards.held = set(values["facts"]["held"])
+            if behind := values["facts"]["behind"]:
+                shards.behind = Behind(*behind)
         self.state.take_up(values["state"], values["in_flight"])
         self.fit = Fit(**values["facts"]["fit"])
         if prepared := values["prepared"]:
             self.reducer.lay_out(values["facts"]["trained"])
             for name, tensor in prepared["sums"].items():
                 self.flat.sums[getattr(torch, name)].copy_(tensor)
-            if "new" in prepared:
+            if "new" in prepared or "held" in prepared:
                 self._take_up_update(prepared)
         return int(values["facts"]["handed_over"])
 
     def _take_up_update(self, prepared: dict[str, Any]) -> None:
         """Hold the update of the step in flight as this process has left it (`_prepared`)."""
-        gradients, kept = self.flat.gradients, iter(prepared["narrow"])
-        self.update = Update([tensor.to(self.job.device) for tensor in prepared["new"]])
+        gradients, kept = self.flat.gradients, iter(prepared.get("narrow", ()))
+        self.update = Update([tensor.to(self.job.device) for tensor in prepared.get("new", ())])
         self.flat.hand_out()
+        for number, tensor in prepared.get("held", {}).items():
+            gradients.receivers[int(number)].grad = tensor.to(self.job.device)
         for parameter, is_narrow in zip(gradients.parameters, gradients.narrow, strict=True):
             if is_narrow and (gradient := next(kept)) is not None:
                 parameter.grad = gradient.to(parameter.device)

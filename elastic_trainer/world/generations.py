@@ -46,6 +46,7 @@ from elastic_trainer.world.transfer import Transfer
 from elastic_trainer.world.vote import Ballot, Outcome
 from elastic_trainer.world.worker_status import (
     WorkerStatus,
+    are_behind,
     givers,
     has_state,
     is_owed,
@@ -101,6 +102,9 @@ class Hooks:
     attend: Callable[[], None] = _nothing
     """Called by all members when their user's code has ended, if the code of a member had not: that
     code may have collectives."""
+    catch_up: Callable[[bool], None] = _nothing
+    """Called by all members before any user's code runs; with True, if one may lack parameters of
+    the last finished step."""
     place_shards: Callable[[], None] = _nothing
     """Called by all members when each has the state: what is sharded moves to its new holders."""
     write_alone: Callable[[], None] = _nothing
@@ -339,6 +343,7 @@ class Generations:
             statuses = self._exchange_statuses(state)
         survivors = [s.pause for s in statuses if s.has_state] if source == "memory" else []
         self._roll_forward(state, statuses, roll_forward)
+        self.hooks.catch_up(are_behind(statuses))
         if state.has_state:
             yield from hand_over()
         if self.world.size > 1 and is_owed(statuses):
@@ -355,7 +360,8 @@ class Generations:
         mine = torch.tensor([WorkerStatus(
             state.ticks, state.begun, state.has_state, state.last_vote, int(1000 * paused_s),
             self.arithmetic, self.pauses.form(), self.hooks.owes(),
-            crc(self._launch.host), state.frozen.status(), crc(self._launch.zone)).encode()])
+            crc(self._launch.host), state.frozen.status(), crc(self._launch.zone),
+            bool(state.shards and state.shards.lacks_parameters)).encode()])
         everyone = self.world.allgather(mine, "reconcile") if self.world.size > 1 else mine
         statuses = [WorkerStatus.decode(numbers) for numbers in everyone.tolist()]
         self.world.sites = tuple(Site(status.host, status.zone) for status in statuses)

@@ -84,7 +84,7 @@ class Transfer:
             fill_range(room, low, piece)
         if is_taker:
             if state.shards:
-                state.shards.held = set()  # of values that were withdrawn
+                state.shards.held, state.shards.behind = set(), None  # they were withdrawn
             state.load(unpack(room))
             state.received = state.ticks if is_late and state.ticks else -1
             self._events.emit("worker.state_received", step=state.committed, bytes=payload_bytes,

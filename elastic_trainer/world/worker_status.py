@@ -35,23 +35,25 @@ class WorkerStatus(NamedTuple):
     """Whether it may have frozen content (state/frozen.py)."""
     zone: int = 0
     """A number of its host's zone; 0: unknown."""
+    is_behind: bool = False
+    """True if it has not all parameters of the last step that it has finished."""
 
     def encode(self) -> list[int]:
         """Return it as integers."""
         own = self.arithmetic or Arithmetic(0, 0, 0)
         return [self.committed, self.begun, self.has_state, *self.last_vote, self.paused_ms,
                 own.program, own.inputs, own.result, *self.pause, self.owes, self.host,
-                self.frozen, self.zone]
+                self.frozen, self.zone, self.is_behind]
 
     @staticmethod
     def decode(numbers: Sequence[int]) -> WorkerStatus:
         """Read the integers of `encode`."""
         committed, begun, has_state, samples, digest, clock_ms, finishes, paused_ms, *more = numbers
-        program, inputs, result, *pause, owes, host, frozen, zone = more
+        program, inputs, result, *pause, owes, host, frozen, zone, is_behind = more
         return WorkerStatus(committed, begun, bool(has_state),
                         (samples, digest, clock_ms, finishes), paused_ms,
                         Arithmetic(program, inputs, result), Survivor(*pause), bool(owes), host,
-                        frozen, zone)
+                        frozen, zone, bool(is_behind))
 
 
 def has_state(statuses: Sequence[WorkerStatus]) -> bool:
@@ -73,6 +75,13 @@ def is_owed(statuses: Sequence[WorkerStatus]) -> bool:
     """True if the user's code of a member has not ended after the last step that is finished."""
     step, _ = newest(statuses)
     return any(s.has_state and (s.owes or s.committed < step) for s in statuses)
+
+
+def are_behind(statuses: Sequence[WorkerStatus]) -> bool:
+    """True if a member has to receive parameters of the last step that is finished, if they are
+    sharded."""
+    step, _ = newest(statuses)
+    return any(s.has_state and (s.is_behind or s.committed < step) for s in statuses)
 
 
 def was_begun(statuses: Sequence[WorkerStatus]) -> bool:
