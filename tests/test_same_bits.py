@@ -27,6 +27,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.utils.checkpoint import checkpoint
 
 from elastic_trainer import gather
+from elastic_trainer.config import ConfigError
 from elastic_trainer.data.seeds import seed_everything
 from elastic_trainer.schedule.learning_rate import cosine
 from elastic_trainer.schedule.schedule import Schedule
@@ -816,6 +817,23 @@ def test_the_bits_are_those_of_one_worker_in_every_world(
         assert in_a_breaking_world(monkeypatch, len(models), lambda rank: run(
             script, models[rank],  # noqa: B023
             listeners=[Fault(*POINTS.get(rank, []))])) == [alone] * len(models), len(models)
+
+
+@of(draws=False)
+def test_sharded_gradients_have_the_bits_of_a_run_without_shards(
+        script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of workers with two micro-batches, one or none, and through generations that break. What
+    cannot be sharded is refused."""
+    alone = run(script)
+    for models in ([script.model() for _ in range(size)] for size in (3, 5)):
+        try:
+            found = in_a_breaking_world(monkeypatch, len(models), lambda rank: run(
+                script, models[rank], shard="gradients",  # noqa: B023
+                listeners=[Fault(*POINTS.get(rank, []))]))
+        except (ConfigError, RuntimeError) as error:
+            assert 'shard="gradients"' in str(error) or "shard='gradients'" in str(error)
+            return
+        assert found == [alone] * len(models), len(models)
 
 
 @of(draws=False)

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +46,8 @@ class LeavingGradients(Gradients):
         self._error: Exception | None = None
         self._stand_ins = [torch.full((), math.nan, dtype=p.dtype, device=p.device).expand(
             p.shape).data for p in self.everyone]
-        self._marks = [one._version for one in self._stand_ins]
+        self._marks = dict[int, int]()
+        """The versions of the stand-ins after the newest pass."""
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     def leave_to(self, take: Take) -> None:
@@ -87,8 +87,10 @@ class LeavingGradients(Gradients):
         """Have a hook of a parameter that runs after all others. Raises RuntimeError if one was
         added later."""
         if (hook := self._hooks.get(number)) is None:
-            self._hooks[number] = parameter.register_post_accumulate_grad_hook(
-                partial(self._arrive, number))
+            def arrive(parameter: torch.Tensor) -> None:  # no partial: Program knows ours by module
+                self._arrive(number, parameter)
+
+            self._hooks[number] = parameter.register_post_accumulate_grad_hook(arrive)
         elif next(reversed(parameter._post_accumulate_grad_hooks)) != hook.id:
             raise RuntimeError(NOT_LAST.format(name=self.names[number]))
 
@@ -97,6 +99,7 @@ class LeavingGradients(Gradients):
         self._is_in_pass = False
         if self._error:
             raise self._error
+        self._marks = {number: self._stand_ins[number]._version for number in self._arrived}
         for number in self._arrived:
             self.everyone[number].grad = self._stand_ins[number]
 

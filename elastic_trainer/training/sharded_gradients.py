@@ -28,6 +28,7 @@ import torch
 
 from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.state.shards import Behind, Shards
+from elastic_trainer.state.values.supported import some
 from elastic_trainer.training.job.optimizers import parameters_of
 from elastic_trainer.training.sharded import (
     Moved,
@@ -66,7 +67,13 @@ class ShardedGradients:
         """Make what this worker holds of the gradient that which the optimizer is to see. All call
         it. Network, if the gradient is clipped or was scaled: one allreduce of a number for each
         parameter."""
-        self.work.update, job, used = Update(), self.job, self.flat.used()
+        self.work.update, self.error = Update(), None
+        try:
+            numbers = self._clipped(optimizer)
+        except RuntimeError as error:  # on all workers alike; the vote ends the run
+            self.error = error
+            return
+        job, used = self.job, self.flat.used()
         self.flat.divide()
         receivers = self.flat.gradients.receivers
         for number, gradient in self.flat.reduced.items():
@@ -75,7 +82,6 @@ class ShardedGradients:
         if scaler:
             with self.masters.in_groups(self.state, optimizer):
                 scaler.unscale_(optimizer)
-        numbers = self._clipped(optimizer)
         clipped = [receivers[number] for number in numbers]
         if scaler or job.clip_norm is not None:
             norms, found = self._known_to_all(world, numbers, optimizer, scaler)
@@ -120,8 +126,14 @@ class ShardedGradients:
         its = {id(p) for p in (self.job.model.parameters() if self.state.phases == 1
                                else parameters_of(optimizer))}
         numbers = [number for number, p in enumerate(gradients.everyone)
-                   if used[number] and id(p) in its and gradients.names[number]
-                   in self.shards.block_of]
+                   if used[number] and id(p) in its]
+        if self.job.clip_norm is not None and (lost := [
+                name for number in numbers
+                if (name := gradients.names[number]) not in self.shards.block_of]):
+            raise RuntimeError(
+                f"{some(lost)} got gradients, are in no optimizer, and count for clip_norm. With "
+                f'shard="gradients" no worker holds them. Call requires_grad_(False) on them, or '
+                f'use shard="optimizer".')
         kinds = list(dict.fromkeys(gradients.receivers[number].dtype for number in numbers))
         return sorted(numbers, key=lambda number: kinds.index(gradients.receivers[number].dtype))
 

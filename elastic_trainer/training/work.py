@@ -104,6 +104,9 @@ class Work:
     def _reducer(self, reduce: str, sending: Sending) -> Reducer:
         flat, microbatches = self.flat, self.job.schedule.microbatches
         if flat.is_front and self.state.shards:
+            if sending.dtype:
+                raise ConfigError('shard is "gradients", and compress sends gradients in 16 bits. '
+                                  'Leave compress out, or use shard="optimizer".')
             return ScatteredReducer(flat, microbatches, self.state.shards, sending.bucket_bytes)
         if reduce == "exact":
             return ExactReducer(flat, microbatches, sending.bucket_bytes)
