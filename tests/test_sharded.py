@@ -42,6 +42,8 @@ Twin = Callable[..., str]
 FEW = ("--steps", "40")
 LONG = ("--steps", "90", "--step-s", "0.35")
 SHARD = ("--shard", "optimizer")
+GRADIENTS = ("--shard", "gradients")
+of_both = pytest.mark.parametrize("shard", [SHARD, GRADIENTS], ids=("optimizer", "gradients"))
 
 
 def host(rank: int) -> str:
@@ -52,8 +54,9 @@ def moved(cluster: Cluster) -> list[dict[str, Any]]:
     return cluster.events("worker.shards_moved")
 
 
-def test_has_the_bits_of_an_unsharded_run_when_workers_are_killed(tmp_path: Path,
-                                                                  twin_of: Twin) -> None:
+@of_both
+def test_has_the_bits_of_an_unsharded_run_when_workers_are_killed(
+        tmp_path: Path, twin_of: Twin, shard: Any) -> None:
     """SIGKILL when the new parameters are on their way, before the vote, between vote and apply,
     and after apply: of rank 0 and of others, one host at a time. No step is rolled back."""
     plan = Plan()
@@ -61,20 +64,21 @@ def test_has_the_bits_of_an_unsharded_run_when_workers_are_killed(tmp_path: Path
             (0, "shards.computed", 8), (1, "step.prepared", 16), (2, "step.voted", 24),
             (3, "step.applied", 32)]):
         plan.kill(host=host(rank), at=point, step=step, after=number)
-    with Cluster(tmp_path, hosts=7, job=(*FEW, *SHARD), plan=plan) as cluster:
+    with Cluster(tmp_path, hosts=7, job=(*FEW, *shard), plan=plan) as cluster:
         assert cluster.finish() == 0
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=4)
         assert not cluster.events("worker.shards_lost")
     assert result["attempts"] == 1 and result["steps_redone"] <= 4
 
 
-def test_rolls_forward_leaves_and_joins(tmp_path: Path, twin_of: Twin) -> None:
+@of_both
+def test_rolls_forward_leaves_and_joins(tmp_path: Path, twin_of: Twin, shard: Any) -> None:
     """A worker that lost the vote applies its own part and what others have sent; one that leaves
     gives its part away first; newcomers get theirs, and one dies while it receives it."""
     plan = Plan().add("lose_vote", host=host(0), at="step.voted", step=8)
     plan.add("terminate", host=host(2), at="step.prepared", step=16)
     plan.kill(host=host(4), at="shards.moving")
-    with Cluster(tmp_path, hosts=6, start_with=4, job=(*LONG, *SHARD), plan=plan) as cluster:
+    with Cluster(tmp_path, hosts=6, start_with=4, job=(*LONG, *shard), plan=plan) as cluster:
         cluster.wait_for_step(4)
         cluster.set_hosts(cluster.all_hosts)
         assert cluster.finish() == 0
@@ -135,8 +139,8 @@ def test_a_zone_that_holds_parts_alone_is_logged_once_until_that_changes(tmp_pat
     assert "Add hosts in other zones" in logged["meaning"]
 
 
-@pytest.mark.parametrize(("first", "second"), [((SHARD, 4), ((), 3)), (((), 2), (SHARD, 4)),
-                                               ((SHARD, 4), (SHARD, 2))],
+@pytest.mark.parametrize(("first", "second"), [((SHARD, 4), ((), 3)), (((), 2), (GRADIENTS, 4)),
+                                               ((GRADIENTS, 4), (SHARD, 2))],
                          ids=("to-unsharded", "from-unsharded", "to-fewer"))
 def test_a_checkpoint_of_either_resumes_as_the_other(
         tmp_path: Path, twin_of: Twin, first: tuple[Any, int], second: tuple[Any, int]) -> None:

@@ -36,14 +36,15 @@ from elastic_trainer.world.collectives import World
 from elastic_trainer.world.replicas import checksum
 
 
-@pytest.mark.parametrize(("faults", "seed"), [
-    (6, 8), *(pytest.param(50, seed, marks=[pytest.mark.long, pytest.mark.timeout(3000)])
-              for seed in (1, 2, 3))])
-def test_random_faults_one_at_a_time_cost_no_finished_step(tmp_path: Path, faults: int,
+@pytest.mark.parametrize(("shard", "faults", "seed"), [
+    ("gradients", 6, 8), *(pytest.param(
+        shard, 50, seed, marks=[pytest.mark.long, pytest.mark.timeout(3000)])
+        for shard in ("optimizer", "gradients") for seed in (1, 2, 3))])
+def test_random_faults_one_at_a_time_cost_no_finished_step(tmp_path: Path, shard: str, faults: int,
                                                            seed: int) -> None:
     """Kills and freezes at any moment and at each point of a step, of a transfer and of a move;
     leaves and joins. Four to six workers on as many hosts, AdamW, one buddy."""
-    command = [sys.executable, str(TESTS / "bench" / "soak.py"), "--shard", "optimizer",
+    command = [sys.executable, str(TESTS / "bench" / "soak.py"), "--shard", shard,
                "--faults", str(faults), "--seed", str(seed), "--steps-per-fault", "20",
                "--step-s", "0.1", "--spare-steps", "60", "--keep", str(tmp_path)]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -57,19 +58,20 @@ def test_random_faults_one_at_a_time_cost_no_finished_step(tmp_path: Path, fault
     assert found["finished"] and found["verified"] and found["bits_equal"]
 
 
-@pytest.mark.parametrize("job", [("mlp.py", "--steps", "30", "--layers", "8"),
-                                 ("precise.py", "--steps", "30", "--precision", "fp16"),
-                                 ("precise.py", "--steps", "30", "--precision", "bf16-master")],
-                         ids=("clipped", "scaled", "masters"))
+@pytest.mark.parametrize(("shard", "job"), [
+    ("gradients", ("mlp.py", "--steps", "30", "--layers", "8")),
+    ("optimizer", ("precise.py", "--steps", "30", "--precision", "fp16")),
+    ("gradients", ("precise.py", "--steps", "30", "--precision", "bf16-master"))],
+    ids=("clipped", "scaled", "masters"))
 def test_a_restart_in_place_before_apply_keeps_parts_and_new_parameters(
-        tmp_path: Path, job: Sequence[str]) -> None:
+        tmp_path: Path, shard: str, job: Sequence[str]) -> None:
     """An exception of Gloo's restarts a worker that has seen the vote pass, and a host is lost in
     the same step. The parts that these two held are in the memory of the restarted one alone."""
     command = [sys.executable, str(TESTS / "jobs" / job[0]), *job[1:]]
     twin = weights_alone(command, tmp_path)
     plan = Plan().add("abort", host="127.0.0.2", at="step.voted", step=14)
     plan.kill(host="127.0.0.1", at="step.applied", step=14)
-    with Cluster(tmp_path, command=[*command, "--shard", "optimizer"], plan=plan) as cluster:
+    with Cluster(tmp_path, command=[*command, "--shard", shard], plan=plan) as cluster:
         assert cluster.finish() == 0
         assert len(cluster.fired()) == 2 and len(cluster.lost()) == 1, cluster.story()
         assert not cluster.events("worker.shards_lost"), cluster.story()
@@ -114,6 +116,12 @@ class Echo:
     def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         return tensor
 
+    def allreduce_start(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        return tensor
+
+    def wait(self, handle: torch.Tensor) -> torch.Tensor:
+        return handle
+
 
 def in_flight(scale: float | None, **more: Any) -> tuple[Work, StepEnd]:
     """Return the work of a worker in its first step, with reduced gradients: of parameters in 32
@@ -134,6 +142,9 @@ def in_flight(scale: float | None, **more: Any) -> tuple[Work, StepEnd]:
     work.state.shards.place(0, [Site(0)], [work.state.shards.held])
     work.state.begin()
     sums = work.flat.sums
+    work.flat.reduced = {
+        number: torch.randn(p.shape) * (scale or 1.0) for number, p
+        in enumerate(work.flat.gradients.everyone)} if work.flat.is_front else {}
     for gradient in sums.gradients:
         gradient.copy_(torch.randn(gradient.shape) * (scale or 1.0))
     sums.counts.fill_(1)
@@ -160,14 +171,16 @@ def test_a_copy_in_which_an_update_was_tried_is_not_left(monkeypatch: pytest.Mon
     assert work.leave(0) is not None
 
 
+@pytest.mark.parametrize("shard", ("optimizer", "gradients"))
 @pytest.mark.parametrize(("scale", "precision"), [
     (None, "fp32"), (8.0, "fp32"), (math.inf, "fp32"), (None, "bf16-master"), (8.0, "bf16-master"),
     (math.inf, "bf16-master")])
 def test_what_a_restart_leaves_of_a_prepared_step_is_applied_to_the_same_bits(
-        scale: float | None, precision: str) -> None:
+        scale: float | None, precision: str, shard: str) -> None:
     """The gradient is divided, unscaled and clipped once, and the scaler knows what it has
     found."""
-    (work, end), (successor, its_end) = (in_flight(scale, precision=precision) for _ in range(2))
+    (work, end), (successor, its_end) = (
+        in_flight(scale, precision=precision, shard=shard) for _ in range(2))
     assert end.sharded
     with torch.no_grad():
         end.sharded.prepare(Echo(), work.job.optimizer, None, work.job.scaler)
