@@ -238,7 +238,7 @@ def test_an_optimizer_of_the_script_takes_the_schedule_of_the_file() -> None:
 def test_every_fault_of_a_file_is_in_one_error_with_its_remedy() -> None:
     wrong = {"train_batch_size": "big", "steps_per_print": 10, "frobnicate": 1,
              "gradient_clipping": True, "scheduler": {"type": "OneCycle"},
-             "zero_optimization": {"stage": 2, "overlap_comm": True},
+             "zero_optimization": {"stage": 3, "overlap_comm": True},
              "fp16": {"enabled": True, "auto_cast": True, "hysteresis": 0},
              "optimizer": {"type": "AdamW", "params": {"lr": "auto", "max_grad_norm": 1}}}
     with pytest.raises(ConfigError) as found:
@@ -254,7 +254,7 @@ def test_every_fault_of_a_file_is_in_one_error_with_its_remedy() -> None:
 
 
 @pytest.mark.parametrize(("given", "told"), [
-    ({"zero_optimization": {"stage": 3}}, "The weights are not sharded.*Use stage 0"),
+    ({"zero_optimization": {"stage": 3}}, "The weights are not sharded.*Use stage 2"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "Leave one of them out"),
     ({"optimizer": {"type": "OneBitAdam"}}, 'Use Adam, and Trainer.reduce="ring"'),
     ({"optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}, "Use gradient_clipping"),
@@ -282,11 +282,10 @@ def test_what_is_not_supported_is_refused_by_name(given: Any, told: str) -> None
         checked(BATCH | given, "f")
 
 
-def test_stage_1_shards_the_optimizer_and_stage_2_is_refused_with_what_each_worker_holds() -> None:
-    file = checked(BATCH | {"zero_optimization": {"stage": 1}}, "f")
-    assert options_of(file, None, "f")["shard"] == "optimizer"
-    with pytest.raises(ConfigError, match="stage is 2. The gradients are not sharded.*8 bytes a p"):
-        checked(BATCH | {"zero_optimization": {"stage": 2}}, "f")
+@pytest.mark.parametrize(("stage", "shard"), [(1, "optimizer"), (2, "gradients")])
+def test_a_stage_of_zero_is_what_it_shards(stage: int, shard: str) -> None:
+    file = checked(BATCH | {"zero_optimization": {"stage": stage}}, "f")
+    assert options_of(file, None, "f")["shard"] == shard
 
 
 def test_each_remedy_is_of_a_key_that_is_refused() -> None:

@@ -109,7 +109,7 @@ def test_exact_has_the_same_bits_when_workers_share_hosts(microbatches: int, buc
 def test_every_slice_of_every_subtree_is_carried_to_its_worker(microbatches: int,
                                                                hosts: list[int]) -> None:
     """Once; and a host sends as few subtrees as cover its micro-batches."""
-    routes = [Route(rank, tuple(hosts), microbatches) for rank in range(len(hosts))]
+    routes = [route_of(rank, tuple(hosts), microbatches) for rank in range(len(hosts))]
     for to, route in enumerate(routes):
         arrived = [node for nodes in route.senders.values() for node in nodes]
         covered = sorted(m for node in arrived + route.held(route.mine) for m in node)

@@ -112,7 +112,8 @@ class Flow:
             if norm is None:
                 norm = torch.nn.utils.get_total_norm(
                     [p.grad for p in hf.model.parameters() if p.grad is not None])
-            logs["grad_norm"] = float(norm)  # on a GPU this waits for the device
+            if not norm.isnan():  # as of gradients that are sharded; on a GPU this waits for it
+                logs["grad_norm"] = float(norm)
             logs["learning_rate"] = rate
             self._total_loss += self._loss_sum
             self._loss_sum, self._logged_at = 0.0, state.global_step

@@ -70,9 +70,9 @@ NEEDED = {"WarmupDecayLR": ("total_num_steps",), "WarmupCosineLR": ("total_num_s
 STAGES: dict[int, str | None] = {0: None, 1: "optimizer", 2: "gradients"}
 """The stages of ZeRO that are supported → the trainer's option `shard`."""
 NOT_SHARDED = (
-    "The gradients are not sharded: each worker holds all weights and gradients, 8 bytes a "
-    "parameter in 32 bits (1 billion parameters: 8 GB), and its part of the optimizer's values. "
-    "Use stage 1 if that fits. docs/guide/large.md shows how activations need less")
+    "The weights are not sharded: each worker holds all of them, 4 bytes a parameter in 32 bits (1 "
+    "billion parameters: 4 GB), and its part of gradients and optimizer. Use stage 2 if that fits. "
+    "docs/guide/large.md shows how activations need less")
 WHERE = "docs/migrate-from-deepspeed.md has the whole table."
 
 Auto = Literal["auto"]
@@ -224,8 +224,7 @@ def _takes(path: list[str]) -> str:
 
 def _wrong(file: File) -> Iterator[str]:
     if (stage := file.zero_optimization.stage) not in STAGES:
-        yield (f"zero_optimization.stage is {stage}. " + (NOT_SHARDED if stage < 3 else
-               "The weights are not sharded: each worker holds all of them. Use stage 0"))
+        yield f"zero_optimization.stage is {stage}. {NOT_SHARDED}"
     if file.fp16.enabled is True and file.bf16.enabled is True:
         yield "fp16.enabled and bf16.enabled are true. Leave one of them out"
     yield from _wrong_name("optimizer", file.optimizer, OPTIMIZERS, OPTIMIZERS_REFUSED)

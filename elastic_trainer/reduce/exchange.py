@@ -199,7 +199,8 @@ class Stage:
             return mine
         pieces = {tree: torch.cat([self._slice(piece, at) for at in carried])
                   for tree, piece in mine.items()}
-        pieces |= self._taken(received, {rank: route.trees[rank] for rank in others}, len(carried))
+        trees = {rank: list(route.trees[rank]) for rank in others}
+        pieces |= self._taken(received, trees, len(carried))
         return {node: node_sum(pieces, node, route.microbatches)
                 for node in route.held(route.mine)}
 

@@ -282,7 +282,7 @@ class Flat:
         sums.tally = front[layout.tally_start : layout.mark]
         sums.mark = front[layout.mark : layout.head_stop]
         everyone = self.gradients.everyone
-        # No gradient has a place if the gradients leave. `.data` gives each view a version of its own.
+        # If the gradients leave, none has a place. `.data` gives each view a version of its own.
         sums.gradients = [sums[dtype][start:stop].as_strided(everyone[number].shape, stride).data
                           for number, stride, (dtype, start, stop)
                           in zip(self.layout.members, self._strides, self.layout.places,

@@ -66,9 +66,6 @@ class LeavingGradients(Gradients):
     def adding_in_place(self) -> Iterator[None]:
         yield
 
-    def hand_out(self, used: Sequence[float]) -> None:
-        return None
-
     def open(self) -> None:
         self._is_in_pass, self._error = False, None
         self._arrived.clear()
@@ -140,9 +137,9 @@ class LeavingGradients(Gradients):
             if p.grad is not None:
                 p.grad = None
 
-    def stand_in(self, used: Sequence[float]) -> None:
-        """Let `.grad` of the parameters that a step has used be what it is after a pass (rule
-        2)."""
+    def hand_out(self, used: Sequence[float]) -> None:
+        """Let `.grad` of the parameters that an applied step has used be what it is after a pass
+        (rule 2)."""
         for p, stand_in, is_used in zip(self.everyone, self._stand_ins, used, strict=True):
             p.grad = stand_in if is_used else None
 

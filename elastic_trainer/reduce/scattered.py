@@ -1,4 +1,4 @@
-"""The reducer of gradients that are sharded (shard="gradients"): each sum goes to its holders alone.
+"""The reducer of sharded gradients (shard="gradients"): each sum goes to its holders alone.
 
 gradients, one by one (leaving.py) → here: the bucket of a micro-batch → exchange.py: the sum of a
 round → … → the sum of the last round → the workers that hold what the optimizer keeps of it

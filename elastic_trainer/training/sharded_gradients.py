@@ -166,7 +166,7 @@ class ShardedGradients:
                                if id(p) in its and used[places[name]]])}
         for receiver in gradients.receivers:
             receiver.grad = None
-        gradients.stand_in(used)
+        gradients.hand_out(used)
         self.flat.reduced, self.work.update = {}, None
 
     def complete(self, world: World) -> None:

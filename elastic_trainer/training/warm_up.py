@@ -289,7 +289,7 @@ class WarmUp:
                 len(indices) == len(job.schedule.microbatch_positions(*place))):
             self.proving.note_batch(batch, indices.tolist())
         held = self.replica.all_parts()
-        # Gradients that leave have other checksums, which are not to be compared with those of sums.
+        # Checksums of gradients that leave are not to be compared with those of sums.
         weights, inputs = fingerprint(held), fingerprint([held, batch, *["leave"] * flat.is_front])
         losses, left = list[torch.Tensor](), dict[int, int]()
         flat.gradients.leave_to(lambda number, gradient: left.update(

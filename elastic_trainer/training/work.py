@@ -258,7 +258,8 @@ class Work:
         """Hold the update of the step in flight as this process has left it (`_prepared`)."""
         gradients, kept = self.flat.gradients, iter(prepared.get("narrow", ()))
         self.update = Update([tensor.to(self.job.device) for tensor in prepared.get("new", ())])
-        self.flat.hand_out()
+        if not self.flat.is_front:
+            self.flat.hand_out()
         for number, tensor in prepared.get("held", {}).items():
             gradients.receivers[int(number)].grad = tensor.to(self.job.device)
         for parameter, is_narrow in zip(gradients.parameters, gradients.narrow, strict=True):

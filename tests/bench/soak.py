@@ -261,4 +261,4 @@ def footprint(soak: Soak) -> dict[str, float]:
 
 if __name__ == "__main__":
     bench.run(measure, faults=30, steps_per_fault=150, spare_steps=SPARE_STEPS, measure_at=100,
-              seed=0, keep=Path, shard=("none", "optimizer"), step_s=STEP_S)
+              seed=0, keep=Path, shard=("none", "optimizer", "gradients"), step_s=STEP_S)
