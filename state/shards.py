@@ -102,6 +102,7 @@ class Shards:
     def hold_as_built(self, rank: int) -> None:
         """Begin without a checkpoint: the values are those that rank 0 was built with."""
         self.held = set(range(len(self.blocks))) if rank == 0 else set()
+        self.behind = None
 
     @property
     def is_whole(self) -> bool:

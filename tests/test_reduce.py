@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from elastic_trainer.reduce.exact import ExactReducer
-from elastic_trainer.reduce.exchange import Route
+from elastic_trainer.reduce.exchange import route_of
 from elastic_trainer.reduce.flat import Flat
 from elastic_trainer.reduce.reducer import Reducer
 from elastic_trainer.reduce.ring import RingReducer, Sending

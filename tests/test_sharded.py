@@ -8,6 +8,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -383,12 +384,14 @@ def test_the_smallest_world_with_enough_memory_is_found(
     """A worker of the world of that size has memory for its part and the largest block."""
     one = Measured(parameters=100, gradients=100, optimizer=100, largest=largest, held=40,
                    free=free, copies=2)
-    assert one.optimizer_with(1) == one.optimizer_with(2) == 100
-    assert one.optimizer_with(8) == 25 + largest
+    assert one.sharded_with(1) == one.sharded_with(2) == 100
+    assert one.sharded_with(8) == 25 + largest
     assert one.min_workers == needs and words in memory_sentence(one, 5, min_workers)
     assert is_too_small(one, min_workers) == (words != "(--min-np)")
     if needs > 1:
-        assert one.optimizer_with(needs) <= one.held + one.free < one.optimizer_with(needs - 1)
+        assert one.sharded_with(needs) <= one.held + one.free < one.sharded_with(needs - 1)
+    if needs == 4:  # with sharded gradients more is shared
+        assert replace(one, sums=50).min_workers == 6
 
 
 # --- which optimizers ----------------------------------------------------------------------------

@@ -122,6 +122,8 @@ class ScatteredReducer(Reducer):
         self._leaves, self._flights, self._pending = [], [], [{} for _ in self.buckets]
         self._round = self._started = 0
         self._open, self.flat.reduced = {}, {}
+        for receiver in self.flat.gradients.receivers:
+            receiver.grad = None  # of a step that broke
         self.flat.gradients.leave_to(self._take)  # the warm-up has others take them
         self._begin_front()
 
@@ -209,6 +211,8 @@ class ScatteredReducer(Reducer):
         self._flights.append(Flight(world, scattered(
             stage, memory, self._pending[at],
             Wanted(self._ranges(bucket), partial(self._keep, at)) if is_last else None)))
+        while self._flights and self._flights[0].has_arrived():
+            del self._flights[0]
 
     def _add_alone(self, at: int, own: range, memory: torch.Tensor, is_last: bool) -> None:
         pending = self._pending[at]

@@ -3,7 +3,8 @@
 A gradient's way, in the order of the files:
 1. loss: the user's code computes the loss of one batch at a time (here).
 2. flat: autograd adds the micro-batch's gradient into flat buffers (reduce/gradient_sums.py).
-3. reduce: the sums of all workers are added (reduce/exact.py, reduce/ring.py).
+3. reduce: the sums of all workers are added (reduce/exact.py, reduce/ring.py); with
+   shard="gradients" by their holders (reduce/leaving.py, reduce/scattered.py).
 4. vote: every worker holds the reduced gradient, or none uses it (world/vote.py, loop.py).
 5. apply: weights, optimizer, buffers and position change together (commit_step.py).
 

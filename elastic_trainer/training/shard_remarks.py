@@ -50,29 +50,41 @@ class Measured:
     """Of its device, or of its host or container; this worker's part, if several share it."""
     copies: int
     """How many workers hold each block."""
+    sums: int = 0
+    """Of all gradients, if they are sharded, too: a worker needs its part of them in each step."""
 
-    def optimizer_with(self, size: int) -> int:
-        """Return what a worker holds of the optimizer's state in a world of some size, at most."""
-        part = -(-self.optimizer * self.copies // size) + self.largest
-        return self.optimizer if size <= self.copies else min(self.optimizer, part)
+    @property
+    def sharded(self) -> int:
+        """What all workers share."""
+        return self.optimizer + self.sums
+
+    @property
+    def largest_sharded(self) -> int:
+        return self.largest * self.sharded // max(1, self.optimizer)
+
+    def sharded_with(self, size: int) -> int:
+        """Return what a worker holds of it in a world of some size, at most."""
+        part = -(-self.sharded * self.copies // size) + self.largest_sharded
+        return self.sharded if size <= self.copies else min(self.sharded, part)
 
     @property
     def min_workers(self) -> int:
         """The size of the smallest world whose workers have memory for what they hold; 0: none."""
         has = self.held + self.free
-        if self.optimizer <= has:
+        if self.sharded <= has:
             return 1
-        room = has - self.largest
-        return -(-self.optimizer * self.copies // room) if room > 0 else 0
+        room = has - self.largest_sharded
+        return -(-self.sharded * self.copies // room) if room > 0 else 0
 
 
 def memory_sentence(found: Measured, size: int, min_workers: int) -> str:
     """Return the numbers, and what helps if --min-np is too small."""
     least, needs = max(1, min_workers), found.min_workers
+    what = "the optimizer's state" + " and of gradients" * bool(found.sums)
     fact = (f"With {size} workers this one has {_gib(found.free)} free, and holds "
             f"{_gib(found.parameters)} of parameters, {_gib(found.gradients)} of gradients and "
             f"{_gib(found.held)} of the optimizer's state. With {least} (--min-np) it would hold "
-            f"{_gib(found.optimizer_with(least))} of the optimizer's state.")
+            f"{_gib(found.sharded_with(least))} of {what}.")
     if not is_too_small(found, min_workers):
         return fact
     return (f"{fact} Fewer than {needs} workers run out of memory. Set --min-np {needs}, or use "

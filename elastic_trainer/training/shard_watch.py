@@ -16,6 +16,7 @@ import torch
 
 from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
+from elastic_trainer.reduce.gradient_sums import SUM_BYTES
 from elastic_trainer.state.holders import exposed
 from elastic_trainer.state.shards import Shards
 from elastic_trainer.training.shard_remarks import (
@@ -55,9 +56,12 @@ def log_memory(world: World, work: Work, launch: Launch, events: Events) -> None
     held = sum(tensor.nbytes for entry in shards.entries(shards.held).values()
                for tensor in entry.values() if isinstance(tensor, torch.Tensor))
     elements = sum(shards.sizes[block] for block in shards.held)
+    leaves = work.flat.is_front
     found = Measured(
+        sums=SUM_BYTES * sum(shards.sizes) if leaves else 0,
         parameters=sum(p.nbytes for p in work.job.model.parameters()),
-        gradients=sum(tensor.nbytes for tensor in work.flat.sums.values()),
+        gradients=SUM_BYTES * elements if leaves else sum(
+            tensor.nbytes for tensor in work.flat.sums.values()),
         optimizer=held * sum(shards.sizes) // elements, held=held, copies=shards.copies,
         largest=held * max(shards.sizes) // elements, free=_free(work.job.device, world))
     shards.is_foreseen = True
@@ -67,7 +71,7 @@ def log_memory(world: World, work: Work, launch: Launch, events: Events) -> None
                     gradients_bytes=found.gradients, optimizer_bytes=found.optimizer,
                     held_bytes=found.held, free_bytes=found.free,
                     min_workers_for_memory=found.min_workers, min_workers=launch.min_workers,
-                    optimizer_bytes_with_min_workers=found.optimizer_with(
+                    optimizer_bytes_with_min_workers=found.sharded_with(
                         max(1, launch.min_workers)),
                     meaning=memory_sentence(found, world.size, launch.min_workers),
                     **{"level": "warning"} if is_low else {})
