@@ -31,7 +31,7 @@ micro-batch, and a loop in Python over 150 parameters took as long as the kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
@@ -43,8 +43,6 @@ import torch
 from elastic_trainer.state.values.supported import parameters_stay
 
 T = TypeVar("T")
-Take = Callable[[int, torch.Tensor], None]
-"""Takes the number of a parameter of the model, and its gradient."""
 
 
 class GradientsWritten(Exception):
@@ -153,10 +151,6 @@ class Gradients:
             yield
         finally:
             self.takes = takes
-
-    def leave_to(self, take: Take) -> None:
-        """Let this have each gradient of a step's backward pass, where they leave (leaving.py)."""
-        return None
 
     def hand_out(self, used: Sequence[float]) -> None:
         if self._are_handed_out(used):

@@ -15,14 +15,16 @@ What always holds:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from elastic_trainer.reduce.gradient_sums import SUM_BYTES, WRITTEN_AFTER, Gradients, Take
+from elastic_trainer.reduce.gradient_sums import SUM_BYTES, WRITTEN_AFTER, Gradients
 
+Take = Callable[[int, torch.Tensor], None]
+"""Takes the number of a parameter of the model, and its gradient."""
 OWN_PASS = (
     'a backward pass of your own has left gradients in .grad, and with shard="gradients" a step '
     'keeps none there. Add the losses: step.backward(first + second), or use shard="optimizer".')
@@ -51,6 +53,7 @@ class LeavingGradients(Gradients):
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     def leave_to(self, take: Take) -> None:
+        """Let this have each gradient of a step's backward pass, from now on."""
         self._take = take
 
     def lay_out(self, members: Sequence[int], views: list[torch.Tensor]) -> None:

@@ -124,7 +124,7 @@ class ScatteredReducer(Reducer):
         self._open, self.flat.reduced = {}, {}
         for receiver in self.flat.gradients.receivers:
             receiver.grad = None  # of a step that broke
-        self.flat.gradients.leave_to(self._take)  # the warm-up has others take them
+        self.flat.leave_to(self._take)  # the warm-up has others take them
         self._begin_front()
 
     def _begin_front(self) -> None:

@@ -292,7 +292,7 @@ class WarmUp:
         # Checksums of gradients that leave are not to be compared with those of sums.
         weights, inputs = fingerprint(held), fingerprint([held, batch, *["leave"] * flat.is_front])
         losses, left = list[torch.Tensor](), dict[int, int]()
-        flat.gradients.leave_to(lambda number, gradient: left.update(
+        flat.leave_to(lambda number, gradient: left.update(
             {number: fingerprint(gradient)}))
         flat.begin()
         try:

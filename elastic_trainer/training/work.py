@@ -22,7 +22,6 @@ from elastic_trainer.config import ConfigError
 from elastic_trainer.events.log import Events
 from elastic_trainer.reduce.exact import ExactReducer
 from elastic_trainer.reduce.flat import Flat
-from elastic_trainer.reduce.leaving import LeavingGradients
 from elastic_trainer.reduce.reducer import Reducer
 from elastic_trainer.reduce.ring import RingReducer, Sending
 from elastic_trainer.reduce.scattered import ScatteredReducer
@@ -88,7 +87,7 @@ class Work:
         self.replica = Replica(self.state)
         named = named_parameters(job.model)
         self.flat = Flat(named, self.state.buffers, job.device, job.buffers,
-                         LeavingGradients(named) if job.shard == "gradients" else None)
+                         leaves=job.shard == "gradients")
         self.flat.gradients.receivers = [*map(job.masters.of, self.flat.gradients.everyone)]
         self.reducer = self._reducer(reduce, sending)
         self.update: Update | None = None

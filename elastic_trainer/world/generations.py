@@ -166,11 +166,11 @@ class Generations:
             entered: Callable[[], Iterator[T]] = lambda: iter(())) -> Generator[T, None, None]:
         """Run `body` in generation after generation until it returns, and yield what it yields.
 
-        All members call `restore` if no member has values. It gives values to all members or to
-        rank 0 alone; in the second case the others receive them. `roll_forward` applies the
-        prepared step. `hand_over` yields each step that this worker has applied and not yet yielded
-        as finished. A worker that restarted in place may yield the end of a step whose beginning it
-        has not yielded. `live_state` writes what a successor needs. `entered` precedes collectives.
+        All members call `restore` if no member has values. It gives values to all members, or to
+        rank 0 alone: then the others receive them. `roll_forward` applies the prepared step.
+        `hand_over` yields each step that this worker has applied and not yet yielded as finished;
+        after a restart in place also the end of a step whose beginning was not yielded.
+        `live_state` writes what a successor needs. `entered` precedes collectives.
         Raises Dismissed, RunOver, and what `body` raises.
         """
         self._guard(live_state)
@@ -325,13 +325,12 @@ class Generations:
                    hand_over: Callable[[], Iterator[T]]) -> Generator[T, None, tuple[str, float]]:
         """Agree on the last finished step and give all members its state.
 
-        Yields what `hand_over` yields. Returns where the state came from, and the seconds for which
-        the members that have the state (this worker, if no member has it) have not trained.
+        Yields what `hand_over` yields. Returns where the state came from, and for how many seconds
+        the members with the state (this worker, if there are none) have not trained.
         The transfer comes after `hand_over`: the user's code after a step may change the state, so
-        each member that gives a share of the state must have run that code. No member waits for
-        another before the transfer, and the transfer begins when all members have returned from the
-        user's code. That code may take long. Horovod continues to negotiate and the heartbeats have
-        a thread of their own, so neither Gloo nor the driver takes such a member for a dead one.
+        each member that gives a share of it must have run that code. The transfer begins when all
+        have returned from it. That code may take long: Horovod continues to negotiate, and the
+        heartbeats have a thread, so neither Gloo nor the driver takes such a member for dead.
         """
         began, statuses, source = time.monotonic(), self._exchange_statuses(state), "memory"
         self.mixture.compare(self.world, [one.arithmetic for one in statuses], self.arithmetic,
