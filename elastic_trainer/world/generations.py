@@ -169,9 +169,8 @@ class Generations:
         All members call `restore` if no member has values. It gives values to all members, or to
         rank 0 alone: then the others receive them. `roll_forward` applies the prepared step.
         `hand_over` yields each step that this worker has applied and not yet yielded as finished;
-        after a restart in place also the end of a step whose beginning was not yielded.
-        `live_state` writes what a successor needs. `entered` precedes collectives.
-        Raises Dismissed, RunOver, and what `body` raises.
+        after a restart in place also the end of a step whose beginning was not yielded. Raises
+        Dismissed, RunOver, and what `body` raises. `live_state` writes what a successor needs.
         """
         self._guard(live_state)
         self._start_driver(state)
