@@ -234,8 +234,7 @@ class Flat:
         self.is_front = leaves
         """The gradients leave (leaving.py): the buffers have the front alone."""
         self.reduced: dict[int, torch.Tensor] = {}
-        """Of gradients that leave: those of the reduced gradient that this worker holds, by the
-        number of the parameter."""
+        """What this worker holds of a reduced gradient that leaves, by the parameter's number."""
         self._rules = rules
         self.statistics = self._statistics_of(buffers)
         self.tally = Tally()
@@ -300,8 +299,7 @@ class Flat:
         self.sums, self._facts = sums, None
         self.gradients.add_into(sums.gradients)
 
-    # --- one micro-batch
-    # --------------------------------------------------------------------------------
+    # --- one micro-batch --------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Begin a step."""
