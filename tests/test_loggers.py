@@ -162,11 +162,13 @@ def test_a_step_that_mlflow_has_in_part_is_completed(
         assert sorted(series[name]) == [(step, value) for step in range(4)], name
 
 
-def test_what_no_worker_could_write_any_more_is_read_from_the_event_log(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", (6, 7))
+def test_what_no_worker_could_write_any_more_is_read_from_the_event_log(tmp_path: Path,
+                                                                        left: int) -> None:
     """Also by a logger that is added when the run is resumed: with all numbers of a run that had it
-    from its beginning."""
+    from its beginning. An evaluation may follow the step from which the run goes on."""
     straight = Ears()
-    run(built(), 6, run_dir=tmp_path / "run")
+    run(built(), left, run_dir=tmp_path / "run", checkpoint_every=1)
     run(built(), run_dir=tmp_path / "run", loggers=[Csv(tmp_path / "a.csv")])
     run(built(), listeners=[straight])
     assert_same(of_csv(tmp_path / "a.csv"), expected(straight))

@@ -82,6 +82,9 @@ def test_rolls_forward_leaves_and_joins(tmp_path: Path, twin_of: Twin, shard: An
     with Cluster(tmp_path, hosts=6, start_with=4, job=(*LONG, *shard), plan=plan) as cluster:
         cluster.wait_for_step(4)
         cluster.set_hosts(cluster.all_hosts)
+        cluster.wait_until_fired(3)
+        cluster.wait_for("newcomer with its part", lambda: any(
+            one["received"] and one["worker"].startswith(host(5)) for one in moved(cluster)))
         assert cluster.finish() == 0
         cluster.assert_nothing_lost(twin_of(*LONG), victims=1)
         assert cluster.events("worker.rolled_forward")

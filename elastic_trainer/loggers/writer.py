@@ -159,23 +159,24 @@ class Writer:
 
     def _take(self, row: Row) -> None:
         if row.step >= self._lacking:
-            self._fill(row.step)
-            self._write(row)
+            self._write(self._after_lacking(row))
         else:
             self.had += 1
         if time.monotonic() - self._flushed_at > FLUSH_S:
             self._flush()
 
-    def _fill(self, end: int) -> None:
-        """Write what is lacking between what the logger has and the first row of this worker."""
-        if self._is_filled:
-            return
+    def _after_lacking(self, row: Row) -> Row:
+        """Write what is lacking between what the logger has and the first row of this worker;
+        return that row, with the evaluations that a former worker has logged after its step."""
+        if self._is_filled or not self.run.folder:
+            return row
         self._is_filled = True
-        if self._lacking < end and self.run.folder:
-            lacking = rows_of(self.run.folder, self._lacking, end)
-            self.filled += len(lacking)
-            for row in lacking:
-                self._write(row)
+        logged = {one.step: one for one in rows_of(self.run.folder, self._lacking, row.step + 1)}
+        its = logged.pop(row.step, row)
+        self.filled += len(logged)
+        for one in logged.values():
+            self._write(one)
+        return replace(row, values=its.values | row.values)
 
     def _write(self, row: Row) -> None:
         self._lacking = row.step + 1  # also if it raises: the row is lost then
