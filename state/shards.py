@@ -85,8 +85,8 @@ class Shards:
         if self.is_placed and not self.is_whole:
             raise RuntimeError(
                 f"optimizer.state_dict() has {len(self.held)} of {len(self.blocks)} parts of the "
-                f"{type(optimizer).__name__}'s state on this worker (shard=\"optimizer\"). Read "
-                f"all of it from a checkpoint: docs/guide/checkpoints.md.")
+                f"{type(optimizer).__name__}'s state on this worker (option shard). Read all "
+                f"of it from a checkpoint: docs/guide/checkpoints.md.")
 
     def place(self, rank: int, sites: Sequence[Site], held: Sequence[Collection[int]]) -> None:
         """Choose the holders for a generation. `held` are the blocks that each rank holds."""

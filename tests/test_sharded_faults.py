@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ from elastic_trainer.training.job.job import checked
 from elastic_trainer.training.job.settings import in_force
 from elastic_trainer.training.work import Work
 from elastic_trainer.views.verify import verify
-from elastic_trainer.world.collectives import World
+from elastic_trainer.world.collectives import PeersLost, World
 from elastic_trainer.world.replicas import checksum
 
 
@@ -171,26 +172,60 @@ def test_a_copy_in_which_an_update_was_tried_is_not_left(monkeypatch: pytest.Mon
     assert work.leave(0) is not None
 
 
+class Silent(Echo):
+    """A world that breaks in its first allgather."""
+
+    def allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        raise PeersLost("as planned")
+
+
+def test_a_worker_that_lacks_parameters_leaves_its_state_but_not_in_the_middle_of_a_step() -> None:
+    """Neither while the new parameters come, nor while code of the user's follows the update. When
+    the generation breaks before they have come, they come in the next one."""
+    left = list[int | None]()
+    (work, end), (successor, its_end) = (in_flight(None, shard="gradients") for _ in range(2))
+    object.__setattr__(work.job, "after_step", lambda step: left.append(work.leave(0)))
+    for one, its in ((work, end), (successor, its_end)):
+        with torch.no_grad():
+            its.prepare(Echo(), SimpleNamespace(is_reduced=True, error=None))
+        one.state.prepare()
+        its.apply(8, 1)
+        shards = one.state.shards
+        assert shards and shards.lacks_parameters
+        shards.held.discard(max(shards.held))
+        with pytest.raises(PeersLost):
+            its.complete(Silent())
+        assert shards.lacks_parameters and not one.state.is_applying
+    assert successor.take_up(work.leave(1)) == 1
+    assert successor.state.shards and successor.state.shards.lacks_parameters
+    assert end.sharded and left == []
+    end.sharded._end()
+    assert left == [None] and work.leave(1) is not None
+
+
 @pytest.mark.parametrize("shard", ("optimizer", "gradients"))
 @pytest.mark.parametrize(("scale", "precision"), [
     (None, "fp32"), (8.0, "fp32"), (math.inf, "fp32"), (None, "bf16-master"), (8.0, "bf16-master"),
     (math.inf, "bf16-master")])
 def test_what_a_restart_leaves_of_a_prepared_step_is_applied_to_the_same_bits(
         scale: float | None, precision: str, shard: str) -> None:
-    """The gradient is divided, unscaled and clipped once, and the scaler knows what it has
-    found."""
-    (work, end), (successor, its_end) = (
-        in_flight(scale, precision=precision, shard=shard) for _ in range(2))
+    """The gradient is divided, unscaled and clipped once, and the scaler knows what it has found.
+    It may restart twice."""
+    (work, end), (between, _), (successor, its_end) = (
+        in_flight(scale, precision=precision, shard=shard) for _ in range(3))
     assert end.sharded
     with torch.no_grad():
         end.sharded.prepare(Echo(), work.job.optimizer, None, work.job.scaler)
     work.state.prepare()
-    for tensor in successor.flat.sums.values():
-        tensor.zero_()
-    assert successor.take_up(work.leave(0)) == 0 and successor.state.is_prepared
-    for one in (end, its_end):
+    for one in (between, successor):
+        one.flat.reduced = {}
+        for tensor in one.flat.sums.values():
+            tensor.zero_()
+    assert between.take_up(work.leave(0)) == 0
+    assert successor.take_up(between.leave(0)) == 0 and successor.state.is_prepared
+    for its in (end, its_end):
         with torch.no_grad():
-            one._update()
+            its._update()
     assert end.sharded.shards.held == its_end.sharded.shards.held != set()
     assert checksum(work.replica.all_parts()) == checksum(successor.replica.all_parts())
     assert pack(work.state.values()).header == pack(successor.state.values()).header

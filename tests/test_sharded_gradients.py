@@ -45,7 +45,8 @@ def clip(model: torch.nn.Module, step: Step) -> None:
 
 
 def own_pass(model: torch.nn.Module, step: Step) -> None:
-    model(torch.ones(2, 5)).sum().backward()
+    first = next(model.parameters())
+    model(torch.ones(2, first.shape[1])).sum().backward()
 
 
 def new_gradient(model: torch.nn.Module, step: Step) -> None:
@@ -59,11 +60,17 @@ def new_gradient(model: torch.nn.Module, step: Step) -> None:
     ({"inside": lambda model, step: model.zero_grad()}, "changed .grad after the backward pass"),
     ({"after": clip}, "more than one element of the written-to tensor"),
     ({"before": own_pass}, "a backward pass of your own has left gradients"),
+    ({"inside": lambda model, step: [p.grad.data.zero_() for p in model.parameters()]},
+     "changed .grad after the backward pass"),
+    ({"inside": lambda model, step: own_pass(model[2], step), "model": "half"},
+     "changed .grad after the backward pass"),
     ({"loss": lambda model, batch: (checkpoint(model, batch[0].requires_grad_(), use_reentrant=True)
                                     + checkpoint(model, batch[0], use_reentrant=True)).sum()},
      "came in two parts")])
 def test_code_that_writes_to_a_gradient_is_an_error(more: dict[str, Any], error: str) -> None:
     """It would have no effect, or be lost: the gradient has left."""
+    if more.get("model"):  # the loss of the step uses the first layer alone
+        more = more | {"model": built(), "loss": lambda model, batch: model[0](batch[0]).sum()}
     with pytest.raises((RuntimeError, ConfigError), match=error):
         train(**more)
 
@@ -102,6 +109,76 @@ def test_a_hook_that_was_there_before_changes_the_gradient_as_in_plain_pytorch()
         p.grad.mul_(0.5)
 
     assert train(model=halved()) == train(model=halved(), shard=None)
+
+
+def test_a_gradient_that_code_has_cleared_after_a_step_is_no_number_again() -> None:
+    seen = list[float]()
+
+    def clear(model: torch.nn.Module, step: Step) -> None:
+        model.zero_grad(set_to_none=False)
+
+    train(after=clear, inside=lambda model, step: seen.append(
+        float(next(model.parameters()).grad.sum())))
+    assert seen and all(one != one for one in seen)
+
+
+class Wide(torch.nn.Module):
+    """Layers of several types, in an order that is not that of the optimizer's groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(9))
+        for layer in self.layers[::3]:
+            layer.to(torch.bfloat16)
+        self.last = torch.nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        found: torch.Tensor = self.last(x.float())
+        return found
+
+
+def grouped(model: torch.nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+
+
+@pytest.mark.parametrize("phases", (False, True))
+def test_the_norm_of_several_types_and_groups_is_torchs(phases: bool) -> None:
+    def hashed(shard: str | None) -> str:
+        model = Wide()
+        optimizer: Any = grouped(model)
+        if phases:
+            *head, last = model.layers
+            optimizer = {"head": grouped(torch.nn.ModuleList(head)),
+                         "tail": grouped(torch.nn.ModuleList([last, model.last]))}
+        trainer = trainer_of(model, optimizer, shard=shard, clip_norm=0.05)
+        for step in trainer:
+            for phase in ("head", "tail") if phases else ("",):
+                for batch in step.phase(phase) if phases else step:
+                    step.backward(mse(model, batch))
+        return trainer.result.weights_sha256
+
+    assert hashed("gradients") == hashed(None)
+
+
+def test_a_scaler_that_is_off_and_whole_numbers_do_not_matter() -> None:
+    def model_of() -> Any:
+        model = built()
+        model.register_parameter("codes", torch.nn.Parameter(
+            torch.arange(3, dtype=torch.int8), requires_grad=False))
+        return model
+
+    def hashed(shard: str | None) -> str:
+        model = model_of()
+        return train(model=model, shard=shard, scaler=torch.amp.GradScaler("cpu", enabled=False),
+                     optimizer=torch.optim.SGD(
+                         [p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+    assert hashed("gradients") == hashed("optimizer") == hashed(None)
 
 
 def test_16_bits_on_the_way_are_refused() -> None:

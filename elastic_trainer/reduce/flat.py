@@ -36,7 +36,7 @@ import torch
 
 from elastic_trainer.reduce.buffers import BufferRules, Statistics
 from elastic_trainer.reduce.gradient_sums import Gradients
-from elastic_trainer.reduce.leaving import LeavingGradients, Take
+from elastic_trainer.reduce.leaving import LeavingGradients
 from elastic_trainer.state.host_copy import HostCopy
 
 FRACTION_BITS = 64
@@ -230,7 +230,8 @@ class Flat:
                  buffers: dict[str, torch.Tensor], device: torch.device,
                  rules: BufferRules | None = None, leaves: bool = False):
         self.device = device
-        self.gradients: Gradients = (LeavingGradients if leaves else Gradients)(parameters)
+        self.leaving = LeavingGradients(parameters) if leaves else None
+        self.gradients: Gradients = self.leaving or Gradients(parameters)
         self.is_front = leaves
         """The gradients leave (leaving.py): the buffers have the front alone."""
         self.reduced: dict[int, torch.Tensor] = {}
@@ -244,11 +245,6 @@ class Flat:
         """The newest of them, which all used the same parameters: no sum has these counts yet."""
         self._facts: HostCopy | Facts | None = None
         self.lay_out(self.gradients.trained_now())
-
-    def leave_to(self, take: Take) -> None:
-        """Let this have each gradient of a step's backward pass, if they leave."""
-        if isinstance(self.gradients, LeavingGradients):
-            self.gradients.leave_to(take)
 
     @property
     def names(self) -> list[str]:

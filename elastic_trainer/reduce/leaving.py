@@ -15,7 +15,7 @@ What always holds:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,10 +46,9 @@ class LeavingGradients(Gradients):
         self._is_in_pass = False
         self._arrived = set[int]()
         self._error: Exception | None = None
-        self._stand_ins = [torch.full((), math.nan, dtype=p.dtype, device=p.device).expand(
-            p.shape).data for p in self.everyone]
-        self._marks = dict[int, int]()
-        """The versions of the stand-ins after the newest pass."""
+        self._stand_ins = dict[int, tuple[torch.Tensor, int, int]]()
+        """Those of the newest pass, with their versions and places, by the numbers of the
+        parameters."""
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
 
     def leave_to(self, take: Take) -> None:
@@ -70,7 +69,7 @@ class LeavingGradients(Gradients):
         yield
 
     def open(self) -> None:
-        self._is_in_pass, self._error = False, None
+        self._is_in_pass, self._error, self._stand_ins = False, None, {}
         self._arrived.clear()
         self.clear()
 
@@ -99,9 +98,7 @@ class LeavingGradients(Gradients):
         self._is_in_pass = False
         if self._error:
             raise self._error
-        self._marks = {number: self._stand_ins[number]._version for number in self._arrived}
-        for number in self._arrived:
-            self.everyone[number].grad = self._stand_ins[number]
+        self._stand_in(self._arrived)
 
     def _arrive(self, number: int, parameter: torch.Tensor) -> None:
         """Take the gradient of a parameter. A backward pass calls this."""
@@ -127,10 +124,10 @@ class LeavingGradients(Gradients):
 
     def close(self) -> list[int]:
         self.check_parameters()
-        for number in self._arrived:
-            stand_in = self._stand_ins[number]
-            if (self.everyone[number].grad is not stand_in
-                    or stand_in._version != self._marks[number]):
+        for number, p in enumerate(self.everyone):
+            stand_in, version, place = self._stand_ins.get(number, (None, 0, 0))
+            if p.grad is not stand_in or stand_in is not None and (
+                    stand_in._version != version or stand_in.data_ptr() != place):
                 raise RuntimeError(WRITTEN_AFTER)
         self.clear()
         return [int(number in self._arrived) for number in self.members]
@@ -143,8 +140,25 @@ class LeavingGradients(Gradients):
     def hand_out(self, used: Sequence[float]) -> None:
         """Let `.grad` of the parameters that an applied step has used be what it is after a pass
         (rule 2)."""
-        for p, stand_in, is_used in zip(self.everyone, self._stand_ins, used, strict=True):
-            p.grad = stand_in if is_used else None
+        self.clear()
+        self._stand_in([number for number, is_used in enumerate(used) if is_used])
+
+    def _stand_in(self, numbers: Iterable[int]) -> None:
+        """Give these parameters new stand-ins: code may have written to those of a step before."""
+        values = dict[tuple[torch.dtype, torch.device], torch.Tensor]()
+        self._stand_ins = {}
+        for number in numbers:
+            p = self.everyone[number]
+            if (kind := (p.dtype, p.device)) not in values:
+                values[kind] = torch.full((), math.nan, dtype=p.dtype, device=p.device)
+            one = values[kind].expand(p.shape).data
+            self._stand_ins[number] = one, one._version, one.data_ptr()
+            p.grad = one
+
+    def are_as_left(self) -> bool:
+        """True if no stand-in was written to, also where no version counts it. Waits for a
+        GPU."""
+        return all(bool(one.isnan().all()) for one, _, _ in self._stand_ins.values())
 
 
 def _drop(number: int, gradient: torch.Tensor) -> None:

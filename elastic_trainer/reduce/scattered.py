@@ -124,7 +124,8 @@ class ScatteredReducer(Reducer):
         self._open, self.flat.reduced = {}, {}
         for receiver in self.flat.gradients.receivers:
             receiver.grad = None  # of a step that broke
-        self.flat.leave_to(self._take)  # the warm-up has others take them
+        if self.flat.leaving:  # the warm-up has others take them
+            self.flat.leaving.leave_to(self._take)
         self._begin_front()
 
     def _begin_front(self) -> None:

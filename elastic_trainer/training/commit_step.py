@@ -119,8 +119,8 @@ class StepEnd:
             state.rates.advance(state.loss)
         else:
             state.rates.note()
-        if self.flat.is_front and state.shards:
-            state.shards.behind = behind  # the rest comes with the parameters: `complete`
+        if isinstance(self.sharded, ShardedGradients):
+            self.sharded.postpone(behind)
         elif phase + 1 == state.phases:
             after_update(self.work, behind)
         state.parameters.check()
@@ -195,13 +195,13 @@ class StepEnd:
         if (sharded := self.sharded) is None:
             return
         optimizer = members_of(self.job.optimizer)[self.state.phase]
-        sharded.forget(optimizer, self.job.scaler)
+        scaler = self.job.scaler if self.job.scaler and self.job.scaler.is_enabled() else None
+        sharded.forget(optimizer, scaler)
         is_whole = microbatches.is_reduced and self.flat.run()
         is_alone = world.size == 1 and not self.flat.is_front
         if is_alone or not is_whole or self.is_skipped(self.flat.mean_loss()):
             return
-        job, step = self.job, self.state.committed
-        sharded.prepare(world, optimizer, job.multiplier(step), job.scaler)
+        sharded.prepare(world, optimizer, self.job.multiplier(self.state.committed), scaler)
         microbatches.error = microbatches.error or sharded.error
 
     def complete(self, world: World) -> None:

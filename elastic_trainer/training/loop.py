@@ -119,7 +119,9 @@ class Loop:
                 self.checkpointing.write_last(self.world.rank)
             self.driver.report(step=self.state.committed)
         # Finished: another worker saw the last vote pass, and this one has applied the last step.
-        if over.verdict != "finished" or self.state.committed < self.account.steps_due():
+        is_behind = bool(self.state.shards and self.state.shards.behind)
+        if over.verdict != "finished" or self.state.committed < self.account.steps_due(
+                ) or is_behind:
             raise over
 
     # --- the loop ---------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.state.shards import Behind, Shards
@@ -54,6 +55,8 @@ class ShardedGradients:
         """Takes the norm of a step's gradient before it is clipped."""
         self._moved: Moved = {}
         """The parameters that the step in flight moves, by block."""
+        self._has_applied = False
+        """This process has applied the step that is not at its end."""
 
     @property
     def shards(self) -> Shards:
@@ -80,8 +83,11 @@ class ShardedGradients:
             receiver = receivers[number]
             receiver.grad = gradient.to(receiver.dtype) if used[number] else None
         if scaler:
-            with self.masters.in_groups(self.state, optimizer):
-                scaler.unscale_(optimizer)
+            try:
+                with self.masters.in_groups(self.state, optimizer):
+                    scaler.unscale_(optimizer)
+            except Exception as error:  # the others wait for the norms; the vote informs them
+                self.error = error
         clipped = [receivers[number] for number in numbers]
         if scaler or job.clip_norm is not None:
             norms, found = self._known_to_all(world, numbers, optimizer, scaler)
@@ -106,9 +112,11 @@ class ShardedGradients:
                 and self._block(number) in self.shards.owned}
         table = torch.zeros(len(numbers) + 1, dtype=torch.float64)
         if mine and self.job.clip_norm is not None:
-            found = torch.stack([norm.double() for norm in torch._foreach_norm([*mine.values()])])
             places = {number: place for place, number in enumerate(numbers)}
-            table[[places[number] for number in mine]] = found.cpu()
+            for kind in {gradient.dtype for gradient in mine.values()}:
+                its = {number: one for number, one in mine.items() if one.dtype == kind}
+                found = torch.stack(torch._foreach_norm([*its.values()])).double()
+                table[[places[number] for number in its]] = found.cpu()
         if scaler:
             states: Any = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
             table[-1] = sum(float(one) for one in states.values())
@@ -123,10 +131,10 @@ class ShardedGradients:
         """Return the parameters whose gradients are clipped together, by type, as torch has
         them."""
         used, gradients = self.flat.used(), self.flat.gradients
-        its = {id(p) for p in (self.job.model.parameters() if self.state.phases == 1
-                               else parameters_of(optimizer))}
-        numbers = [number for number, p in enumerate(gradients.everyone)
-                   if used[number] and id(p) in its]
+        places = {id(p): number for number, p in enumerate(gradients.everyone)}
+        its = (self.job.model.parameters() if self.state.phases == 1
+               else parameters_of(optimizer))
+        numbers = [number for number in dict.fromkeys(places[id(p)] for p in its) if used[number]]
         if self.job.clip_norm is not None and (lost := [
                 name for number in numbers
                 if (name := gradients.names[number]) not in self.shards.block_of]):
@@ -134,8 +142,10 @@ class ShardedGradients:
                 f"{some(lost)} got gradients, are in no optimizer, and count for clip_norm. With "
                 f'shard="gradients" no worker holds them. Call requires_grad_(False) on them, or '
                 f'use shard="optimizer".')
-        kinds = list(dict.fromkeys(gradients.receivers[number].dtype for number in numbers))
-        return sorted(numbers, key=lambda number: kinds.index(gradients.receivers[number].dtype))
+        groups = _group_tensors_by_device_and_dtype(
+            [[gradients.receivers[number] for number in numbers]],  # type: ignore[list-item]
+            with_indices=True)
+        return [numbers[at] for _, (_, found) in groups.items() for at in found]
 
     def _block(self, number: int) -> int:
         return self.shards.block_of[self.flat.gradients.names[number]]
@@ -153,10 +163,8 @@ class ShardedGradients:
 
     def apply(self, optimizer: torch.optim.Optimizer, step: Callable[[], object]) -> None:
         """Step what this worker holds. The gradient is gone then."""
-        used, gradients, scaler = self.flat.used(), self.flat.gradients, self.job.scaler
-        is_skipped = scaler is not None and any(
-            float(one) for one in
-            scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())
+        used, gradients = self.flat.used(), self.flat.gradients
+        is_skipped = any(self.work.infinite().values())
         step()
         its = set(map(id, parameters_of(optimizer)))
         places = {name: number for number, name in enumerate(gradients.names)}
@@ -168,6 +176,10 @@ class ShardedGradients:
             receiver.grad = None
         gradients.hand_out(used)
         self.flat.reduced, self.work.update = {}, None
+
+    def postpone(self, behind: Behind) -> None:
+        """Note what is to be done when the new parameters have come: `complete` does it."""
+        self.shards.behind, self._has_applied = behind, True
 
     def complete(self, world: World) -> None:
         """Let all workers have the new parameters of the step that was applied. Network."""
@@ -206,20 +218,22 @@ class ShardedGradients:
             return
         state.copying.hold_writes()  # a device may still copy them for a checkpoint
         state.is_applying, self.shards.tries = state.has_state, self.shards.tries + 1
-        for blocks in batches(moved):
-            own = [p for block in blocks if owners[block] == world.rank for p in moved[block]]
-            mine = bytes_of(own) if own else torch.empty(
-                0, dtype=torch.uint8, device=self.flat.device)
-            for block, p, value in received(
-                    world, {block: owners[block] for block in blocks}, moved, mine):
-                if block not in held:
-                    if state.has_state:
-                        p.copy_(value)
-                elif not are_same(p, value):
-                    self.shards.differs = True
-        if self.shards.behind:
-            self.shards.behind = self.shards.behind._replace(has_parameters=True)
-        state.is_applying = False
+        try:
+            for blocks in batches(moved):
+                own = [p for block in blocks if owners[block] == world.rank for p in moved[block]]
+                mine = bytes_of(own) if own else torch.empty(
+                    0, dtype=torch.uint8, device=self.flat.device)
+                for block, p, value in received(
+                        world, {block: owners[block] for block in blocks}, moved, mine):
+                    if block not in held:
+                        if state.has_state:
+                            p.copy_(value)
+                    elif not are_same(p, value):
+                        self.shards.differs = True
+            if self.shards.behind:
+                self.shards.behind = self.shards.behind._replace(has_parameters=True)
+        finally:
+            state.is_applying = False  # what came in part comes again
         done = torch.ones(1, dtype=torch.int64)
         world.wait(world.allreduce_start(done, "shards.done"))
 
@@ -227,12 +241,15 @@ class ShardedGradients:
         """Do what comes after the update of the parameters."""
         behind, state, job = self.shards.behind, self.state, self.job
         assert behind
-        ticks = state.ticks - 1  # of the phase that was applied
-        seed_everything(seed_of(job.schedule, behind.step, job.schedule.microbatches,
-                                ticks % state.phases))
-        self.shards.behind, self._moved = None, {}
-        if ticks % state.phases + 1 == state.phases:
+        # A restart in place would do it a second time, or leave it out.
+        state.is_applying, self.shards.tries = True, self.shards.tries + 1
+        if not self._has_applied:  # but a process before this one; else the generators go on
+            seed_everything(seed_of(job.schedule, behind.step, job.schedule.microbatches,
+                                    (state.ticks - 1) % state.phases))
+        if state.phase == 0:
             after_update(self.work, behind)
+        self.shards.behind, self._moved, self._has_applied = None, {}, False
+        state.is_applying = False
 
 
 def after_update(work: Work, behind: Behind) -> None:

@@ -36,7 +36,7 @@ import torch
 
 from elastic_trainer.config import ConfigError
 from elastic_trainer.data.seeds import random_numbers_put_back
-from elastic_trainer.reduce.gradient_sums import GradientsWritten
+from elastic_trainer.reduce.gradient_sums import WRITTEN_AFTER, GradientsWritten
 from elastic_trainer.schedule.schedule import Schedule, fact_of, remedy_for
 from elastic_trainer.state.values.layout import byte_view
 from elastic_trainer.state.values.names import named_buffers
@@ -292,8 +292,9 @@ class WarmUp:
         # Checksums of gradients that leave are not to be compared with those of sums.
         weights, inputs = fingerprint(held), fingerprint([held, batch, *["leave"] * flat.is_front])
         losses, left = list[torch.Tensor](), dict[int, int]()
-        flat.leave_to(lambda number, gradient: left.update(
-            {number: fingerprint(gradient)}))
+        if flat.leaving:
+            flat.leaving.leave_to(lambda number, gradient: left.update(
+                {number: fingerprint(gradient)}))
         flat.begin()
         try:
             flat.add_into(flat.sums)
@@ -308,6 +309,8 @@ class WarmUp:
             microbatch.is_trial = not flat.tally.names
             yield microbatch
             microbatch.settle()
+            if flat.leaving and not flat.leaving.are_as_left():
+                raise ConfigError(WRITTEN_AFTER)
             flat.close_microbatch()
             flat.add_used(flat.sums)
             self._check_parameters(held)

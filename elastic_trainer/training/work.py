@@ -216,19 +216,19 @@ class Work:
             prepared |= {"held": {str(number): receiver.grad for number, receiver
                                   in enumerate(gradients.receivers)
                                   if receiver.grad is not None and number in self.flat.reduced},
-                         "infinite": self._infinite()}
+                         "infinite": self.infinite()}
         elif update:
             # `.grad` of the others is a view of the sums.
             prepared |= {"new": update.new, "narrow": [
                 parameter.grad for parameter, is_narrow in zip(
                     gradients.parameters, gradients.narrow, strict=True) if is_narrow],
-                "infinite": self._infinite()}
+                "infinite": self.infinite()}
         return prepared
 
-    def _infinite(self) -> dict[str, float]:
+    def infinite(self) -> dict[str, float]:
         """Return what the scaler has found when it unscaled the gradient, by device."""
         scaler = self.job.scaler
-        states = scaler._per_optimizer_states if scaler else {}
+        states = scaler._per_optimizer_states if scaler and scaler.is_enabled() else {}
         return {str(device): float(found) for state in states.values()
                 for device, found in state["found_inf_per_device"].items()}
 
@@ -260,7 +260,8 @@ class Work:
         if not self.flat.is_front:
             self.flat.hand_out()
         for number, tensor in prepared.get("held", {}).items():
-            gradients.receivers[int(number)].grad = tensor.to(self.job.device)
+            its = self.flat.reduced[int(number)] = tensor.to(self.job.device)
+            gradients.receivers[int(number)].grad = its
         for parameter, is_narrow in zip(gradients.parameters, gradients.narrow, strict=True):
             if is_narrow and (gradient := next(kept)) is not None:
                 parameter.grad = gradient.to(parameter.device)

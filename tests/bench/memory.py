@@ -2,39 +2,47 @@
 
     .venv/bin/python tests/bench/memory.py [--steps 4] [--workers 8]
 
-Eight workers train with weights in 16 bits, AdamW with masters and one buddy, one micro-batch each,
-in two arms. The last line is one JSON object with the peak of the worker that needs most, in bytes
-a parameter (what the imports take is left out), and the GB that 7 billion parameters need then
-(bar 45): when the model is built, and when it trains.
+Eight workers train with weights in 16 bits, AdamW with masters, sharded gradients and one buddy,
+one micro-batch each: a model of 33 layers (1/100 of 7 billion parameters) and one of 11. From the
+peaks of the worker that needs most follow the bytes a parameter, and what does not grow with the
+model (imports, buffers of Horovod, buckets). The last line is one JSON object with both, and with
+the GB that 7 billion parameters need (bar 45): when the model is built, and when it trains.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
 import bench
 from cluster import Cluster
 
-PARAMETERS = 7e9
+PARAMETERS, LAYERS = 7e9, (11, 33)
+TO_THE_SYSTEM = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+"""glibc gives freed memory back at once, so that a peak has what is in use."""
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    found, hashes = dict[str, Any](), set[str]()
-    for arm in ("optimizer", "gradients"):
-        with Cluster(folder / arm, hosts=options.workers, command=bench.job(
-                "large.py", arm, str(options.steps), str(folder / arm))) as cluster:
+    peaks, found = dict[str, list[int]](), dict[str, Any]()
+    os.environ.update(TO_THE_SYSTEM)
+    for layers in LAYERS:
+        its = folder / str(layers)
+        with Cluster(its, hosts=options.workers, command=bench.job(
+                "large.py", str(layers), str(options.steps), str(its))) as cluster:
             assert cluster.wait(bench.LIMIT_S) == 0, cluster.story()
-            hashes.add(cluster.events("run.finished")[0]["weights_sha256"])
-        most = {name: max(int(file.read_text()) for file in (folder / arm).glob(f"{name}-*"))
-                for name in ("parameters", "built", "trained")}
-        for name in ("built", "trained"):
-            each = most[name] / most["parameters"]
-            found |= {f"{arm}_{name}_bytes": round(each, 2),
-                      f"{arm}_{name}_gb": round(each * PARAMETERS / 1e9, 1)}
-    return found | {"bits_equal": len(hashes) == 1, "met": found["gradients_trained_gb"] <= 45
-                    and found["gradients_built_gb"] <= 45 and len(hashes) == 1}
+        for name in ("parameters", "built", "trained"):
+            peaks.setdefault(name, []).append(
+                max(int(file.read_text()) for file in its.glob(f"{name}-*")))
+    less, more = peaks["parameters"]
+    for name in ("built", "trained"):
+        low, high = peaks[name]
+        each = (high - low) / (more - less)
+        fixed = high - each * more
+        found |= {f"{name}_bytes": round(each, 2), f"{name}_fixed_gb": round(fixed / 1e9, 2),
+                  f"{name}_gb": round((each * PARAMETERS + fixed) / 1e9, 1)}
+    return found | {"met": max(found["built_gb"], found["trained_gb"]) <= 45}
 
 
 if __name__ == "__main__":

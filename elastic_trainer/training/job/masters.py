@@ -69,7 +69,7 @@ class Masters:
                 continue
             if id(p) in its:  # what an optimizer keeps has the type of what it moves
                 entry = dict(kept[p]) if p in kept else {}
-                master = _taken_over(p, entry.pop(MASTER, None))
+                master = _taken_over(p, entry.pop(MASTER, None), keeps=True)
                 kept[p] = {key: value.float() if isinstance(value, torch.Tensor)
                            and value.dtype in ROUNDED else value for key, value in entry.items()}
                 kept[p][MASTER] = master
@@ -162,12 +162,15 @@ def _master_now(parameter: torch.Tensor, entry: dict[str, Any]) -> torch.Tensor:
     return _taken_over(parameter, entry.get(MASTER))
 
 
-def _taken_over(parameter: torch.Tensor, master: torch.Tensor | None) -> torch.Tensor:
+def _taken_over(parameter: torch.Tensor, master: torch.Tensor | None,
+                keeps: bool = False) -> torch.Tensor:
     """Return the master of a parameter: the one that there is, but for elements whose weight was
-    changed. The weight may be one that a script has loaded in 32 bits. Raises RuntimeError for a
-    master that was rounded."""
+    changed. The weight may be one that a script has loaded in 32 bits. `keeps`: the parameter
+    leaves its memory, which may become the master's. Raises RuntimeError for a master that was
+    rounded."""
     if master is None:
-        return parameter.detach().to(torch.float32, copy=True)
+        fills = parameter.untyped_storage().nbytes() == parameter.nbytes
+        return parameter.detach().to(torch.float32, copy=not (keeps and fills))
     if master.dtype != torch.float32:
         raise _rounded(master.dtype)
     pair = master.to(torch.bfloat16), parameter.detach()
