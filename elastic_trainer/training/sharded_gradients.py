@@ -143,7 +143,7 @@ class ShardedGradients:
                 f'shard="gradients" no worker holds them. Call requires_grad_(False) on them, or '
                 f'use shard="optimizer".')
         groups = _group_tensors_by_device_and_dtype(
-            [[gradients.receivers[number] for number in numbers]],  # type: ignore[list-item]
+            [[gradients.receivers[number] for number in numbers]],
             with_indices=True)
         return [numbers[at] for _, (_, found) in groups.items() for at in found]
 
