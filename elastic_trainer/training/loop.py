@@ -119,9 +119,8 @@ class Loop:
                 self.checkpointing.write_last(self.world.rank)
             self.driver.report(step=self.state.committed)
         # Finished: another worker saw the last vote pass, and this one has applied the last step.
-        is_behind = bool(self.state.shards and self.state.shards.behind)
-        if over.verdict != "finished" or self.state.committed < self.account.steps_due(
-                ) or is_behind:
+        is_over = over.verdict == "finished" and self.state.committed >= self.account.steps_due()
+        if not is_over or (self.state.shards and self.state.shards.behind):
             raise over
 
     # --- the loop ---------------------------------------------------------------------------------
