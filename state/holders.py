@@ -250,10 +250,21 @@ def moves_between(sizes: Sequence[int], held: Sequence[Collection[int]],
     sent, moves = [0] * len(held), list[Move]()
     for block, ranks in enumerate(holders):
         for target in ranks:
-            if block in held[target]:
-                continue
-            source = min((rank for rank, its in enumerate(held) if block in its),
-                         key=lambda rank: (sent[rank], rank))
-            sent[source] += sizes[block]
-            moves.append(Move(block, source, target))
+            if block not in held[target]:
+                moves.append(Move(block, _sender(block, sizes, held, sent), target))
     return moves
+
+
+def senders(sizes: Sequence[int], held: Sequence[Collection[int]]) -> dict[int, int]:
+    """Return who sends each block to all, of those that hold it. They send about as much."""
+    sent = [0] * len(held)
+    return {block: _sender(block, sizes, held, sent) for block in range(len(sizes))}
+
+
+def _sender(block: int, sizes: Sequence[int], held: Sequence[Collection[int]],
+            sent: list[int]) -> int:
+    """Return the holder of a block that has sent least, and add the block to what it has `sent`."""
+    source = min((rank for rank, its in enumerate(held) if block in its),
+                 key=lambda rank: (sent[rank], rank))
+    sent[source] += sizes[block]
+    return source

@@ -43,6 +43,10 @@ IN_FLIGHT = 3
 """The most buckets that are on their way at once. Each takes up to three times its memory."""
 
 
+def default_bucket_bytes(flat: Flat) -> int:
+    return GPU_BUCKET_BYTES if flat.device.type == "cuda" else BUCKET_BYTES
+
+
 class Node(NamedTuple):
     """A sum of micro-batches of this worker."""
 
@@ -55,8 +59,7 @@ class ExactReducer(Reducer):
 
     def __init__(self, flat: Flat, microbatches: int, bucket_bytes: int | None = None):
         super().__init__(flat, microbatches)
-        self._bucket_bytes = bucket_bytes or (
-            GPU_BUCKET_BYTES if flat.device.type == "cuda" else BUCKET_BYTES)
+        self._bucket_bytes = bucket_bytes or default_bucket_bytes(flat)
         self._spare: list[Sums] = []
         self._stack: list[Node] = []
         self._leaf_open, self._is_settled = True, False
@@ -252,10 +255,3 @@ class ExactReducer(Reducer):
         self._spare = [sums for sums in self._spare if sums is not result]
         self.flat.add_into(result)
         self._leaf_open = True
-
-    def _follow(self, trained: list[bool]) -> None:
-        """Have buffers for what the others train, if this worker has run no micro-batch."""
-        if trained != self.flat.trained:
-            self.flat.gradients.adopt(trained)
-            self.flat.lay_out(trained)
-            self._laid_out()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.reduce.reducer import Collectives
-from elastic_trainer.reduce.tree import joined, node_sum
+from elastic_trainer.reduce.tree import joined, joined_sums, node_sum
 from elastic_trainer.schedule.schedule import (
     aligned_subtrees,
     dealt_microbatches,
@@ -149,14 +149,13 @@ def scattered(stage: Stage, mine: Sequence[torch.Tensor], pending: Pieces,
     """
     world, microbatches = stage.world, stage.route.microbatches
     pieces = pending | (yield from stage.my_slice(mine))
+    sums = joined_sums(pieces, microbatches)
     pending.clear()
-    for node in joined(pieces, microbatches):
-        pending[node] = node_sum(pieces, node, microbatches)
     if wanted is None:
         # What was received is a memory of many pieces, of which one is left.
-        pending.update({node: piece.clone() for node, piece in pending.items()})
+        pending.update({node: piece.clone() for node, piece in sums.items()})
         return
-    total = pending.pop(range(microbatches))
+    total = sums[range(microbatches)]
     parts = wanted.of_slice(world.rank, stage.length)
     outgoing = torch.cat([stage.empty, *(total[low:high] for its in parts for low, high in its)])
     splits = [sum(high - low for low, high in its) for its in parts]
@@ -201,8 +200,7 @@ class Stage:
                   for tree, piece in mine.items()}
         trees = {rank: list(route.trees[rank]) for rank in others}
         pieces |= self._taken(received, trees, len(carried))
-        return {node: node_sum(pieces, node, route.microbatches)
-                for node in route.held(route.mine)}
+        return joined_sums(pieces, route.microbatches)
 
     def between_hosts(self, held: Pieces) -> Generator[Asked, Any, Pieces]:
         """Return the subtrees of all hosts, of my slice. `held` has the slices that I carry."""
@@ -255,6 +253,11 @@ class Flight:
         while self._handle is not None and self._world.is_done(self._handle):
             self.wait()
         return self._handle is None
+
+    def finish(self) -> None:
+        """Wait until the sum is there. Network."""
+        while not self.has_arrived():
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the collective that is on its way, and start the next one. Network."""

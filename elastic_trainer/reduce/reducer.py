@@ -120,6 +120,12 @@ class Reducer(ABC):
         message, self._message = self._message, None
         return agreed(world.wait(message).tolist(), world.size)
 
+    def _follow(self, trained: list[bool]) -> None:
+        """Have buffers for what the others train, if this worker has run no micro-batch."""
+        if trained != self.flat.trained:
+            self.flat.gradients.adopt(trained)
+            self.lay_out(trained)
+
     def mine(self) -> Sums:
         """Return sums that go into this worker's part of the step, after its last micro-batch."""
         return self.flat.sums

@@ -271,10 +271,3 @@ class RingReducer(Reducer):
             if piece is None:
                 world.wait(handle)
         self._started = []
-
-    def _follow(self, trained: list[bool]) -> None:
-        """Have buffers for what the others train: this worker has run no micro-batch, and sends
-        zeros."""
-        if trained != self.flat.trained:
-            self.flat.gradients.adopt(trained)
-            self.lay_out(trained)

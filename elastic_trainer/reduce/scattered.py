@@ -30,6 +30,7 @@ from typing import NamedTuple
 
 import torch
 
+from elastic_trainer.reduce.exact import IN_FLIGHT, default_bucket_bytes
 from elastic_trainer.reduce.exchange import (
     Flight,
     Pieces,
@@ -41,14 +42,10 @@ from elastic_trainer.reduce.exchange import (
 )
 from elastic_trainer.reduce.flat import Flat, Sums, stride_of, sum_dtype
 from elastic_trainer.reduce.reducer import Collectives, Reducer
-from elastic_trainer.reduce.tree import joined, node_sum
+from elastic_trainer.reduce.tree import joined_sums, node_sum
 from elastic_trainer.schedule.schedule import dealt_microbatches
 from elastic_trainer.state.shards import Shards
 
-BUCKET_BYTES = {"cpu": 16 << 20, "cuda": 25 << 20}
-"""By the kind of device, as the reducer `exact` has them."""
-IN_FLIGHT = 3
-"""The most buckets that are on their way at once."""
 NAMES = 8
 """Rounds whose buckets have different names: two of one name may not be on their way at once."""
 
@@ -80,8 +77,7 @@ class ScatteredReducer(Reducer):
         self._shards = shards
         self._block = {number: shards.block_of[name] for number, name in enumerate(flat.names)
                        if name in shards.block_of}
-        self.buckets = [*self._cut(bucket_bytes or BUCKET_BYTES.get(
-            flat.device.type, BUCKET_BYTES["cuda"]))]
+        self.buckets = [*self._cut(bucket_bytes or default_bucket_bytes(flat))]
         self._place_of = {place.number: (bucket, place) for bucket, one in enumerate(self.buckets)
                           for place in one.places}
         self._world: Collectives | None = None
@@ -216,14 +212,10 @@ class ScatteredReducer(Reducer):
             del self._flights[0]
 
     def _add_alone(self, at: int, own: range, memory: torch.Tensor, is_last: bool) -> None:
-        pending = self._pending[at]
-        pending[own] = memory
-        sums = {node: node_sum(pending, node, self.microbatches)
-                for node in joined(pending, self.microbatches)}
-        pending.clear()
-        pending.update(sums)
+        sums = joined_sums(self._pending[at] | {own: memory}, self.microbatches)
+        self._pending[at] = {} if is_last else sums
         if is_last:
-            self._keep(at, pending.pop(range(self.microbatches)))
+            self._keep(at, sums[range(self.microbatches)])
 
     def _ranges(self, bucket: Bucket) -> list[list[tuple[int, int]]]:
         """Return which elements of a bucket each rank holds."""
@@ -250,9 +242,7 @@ class ScatteredReducer(Reducer):
             offset += stop - start
 
     def _finish_oldest(self) -> None:
-        flight = self._flights[0]
-        while not flight.has_arrived():
-            flight.wait()
+        self._flights[0].finish()
         del self._flights[0]
 
     # --- after the last micro-batch ---------------------------------------------------------------
@@ -281,12 +271,6 @@ class ScatteredReducer(Reducer):
                 self._follow(trained)
         self._finish_front(world)
 
-    def _follow(self, trained: list[bool]) -> None:
-        """Know what the others train, if this worker has run no micro-batch."""
-        if trained != self.flat.trained:
-            self.flat.gradients.adopt(trained)
-            self.flat.lay_out(trained)
-
     def _finish_front(self, world: Collectives) -> None:
         """Sum the front of all micro-batches, for all workers."""
         leaves, kind = self._leaves, torch.float32
@@ -299,10 +283,8 @@ class ScatteredReducer(Reducer):
             length = self.flat.layout.lengths[kind]
             padded = -(-length // world.size) * world.size
             result = leaves[0] if leaves else self.flat.new_sums()
-            flight = Flight(world, course(
+            Flight(world, course(
                 world, dealt_route(world.rank, world.hosts, self.microbatches), "scattered.front",
-                [leaf[kind][:padded] for leaf in leaves], result[kind][:length]))
-            while not flight.has_arrived():
-                flight.wait()
+                [leaf[kind][:padded] for leaf in leaves], result[kind][:length])).finish()
         self._leaves = []
         self.flat.add_into(result)

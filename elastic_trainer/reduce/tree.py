@@ -33,6 +33,11 @@ def joined(nodes: Iterable[range], microbatches: int) -> list[range]:
     return stack
 
 
+def joined_sums(pieces: Mapping[range, Sum], microbatches: int) -> dict[range, Sum]:
+    """Return the sums of the fewest nodes that cover these subtrees. Changes them."""
+    return {node: node_sum(pieces, node, microbatches) for node in joined(pieces, microbatches)}
+
+
 def node_sum(pieces: Mapping[range, Sum], node: range, microbatches: int) -> Sum:
     """Add the sums of subtrees up to the sum of a node that they cover. Changes them."""
     return _node_sum(pieces, microbatches, node.start, _span(node))

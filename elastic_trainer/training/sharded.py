@@ -93,15 +93,15 @@ class ShardedUpdate:
                   parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the bytes of the new values of parameters, one after the other."""
         if not parameters:
-            return torch.empty(0, dtype=torch.uint8, device=self.flat.device)
+            return bytes_of([], self.flat.device)
         try:
             with _tried(self.state, optimizer, parameters), self._alone(parameters):
                 with self.masters.moving(self.state, optimizer):
                     optimizer.step()
-                return bytes_of(parameters)
+                return bytes_of(parameters, self.flat.device)
         except Exception as error:  # the others wait for these bytes; the vote informs them
             self.error = error
-            return bytes_of(parameters)
+            return bytes_of(parameters, self.flat.device)
 
     def _new_values(self) -> dict[int, torch.Tensor]:
         """Return where the new values of parameters are, by their ids; {}: there are none."""
@@ -239,7 +239,7 @@ def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one, other) or bool(((one == other) | one.isnan() & other.isnan()).all())
 
 
-def bytes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of some tensors, one after the other."""
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8)
-                      for tensor in tensors])
+def bytes_of(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the bytes of some tensors on a device, one after the other."""
+    return torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(
+        tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors)])

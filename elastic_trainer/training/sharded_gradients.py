@@ -28,6 +28,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from elastic_trainer.data.seeds import seed_everything, seed_of
+from elastic_trainer.state.holders import senders
 from elastic_trainer.state.shards import Behind, Shards
 from elastic_trainer.state.values.supported import some
 from elastic_trainer.training.job.optimizers import parameters_of
@@ -41,6 +42,7 @@ from elastic_trainer.training.sharded import (
 )
 from elastic_trainer.training.work import Update, Work
 from elastic_trainer.world.collectives import World
+from elastic_trainer.world.shard_moves import await_all
 
 
 class ShardedGradients:
@@ -71,12 +73,13 @@ class ShardedGradients:
         it. Network, if the gradient is clipped or was scaled: one allreduce of a number for each
         parameter."""
         self.work.update, self.error = Update(), None
-        try:
-            numbers = self._clipped(optimizer)
+        job, used = self.job, self.flat.used()
+        try:  # to walk through a large model takes milliseconds
+            numbers = self._clipped(optimizer) if (
+                job.clip_norm is not None or job.clip_value is not None) else []
         except RuntimeError as error:  # on all workers alike; the vote ends the run
             self.error = error
             return
-        job, used = self.job, self.flat.used()
         self.flat.divide()
         receivers = self.flat.gradients.receivers
         for number, gradient in self.flat.reduced.items():
@@ -200,12 +203,7 @@ class ShardedGradients:
             self._end()
 
     def _share_all(self, world: World) -> None:
-        held, sent = all_held(world, self.state, self.work.events), [0] * world.size
-        owners = dict[int, int]()
-        for block, size in enumerate(self.shards.sizes):
-            owner = min((rank for rank, its in enumerate(held) if block in its),
-                        key=lambda rank: (sent[rank], rank))
-            owners[block], sent[owner] = owner, sent[owner] + size
+        owners = senders(self.shards.sizes, all_held(world, self.state, self.work.events))
         self._share(world, owners, {
             block: [p for _, p in self.shards.of(block)] for block in owners})
 
@@ -221,8 +219,7 @@ class ShardedGradients:
         try:
             for blocks in batches(moved):
                 own = [p for block in blocks if owners[block] == world.rank for p in moved[block]]
-                mine = bytes_of(own) if own else torch.empty(
-                    0, dtype=torch.uint8, device=self.flat.device)
+                mine = bytes_of(own, self.flat.device)
                 for block, p, value in received(
                         world, {block: owners[block] for block in blocks}, moved, mine):
                     if block not in held:
@@ -234,8 +231,7 @@ class ShardedGradients:
                 self.shards.behind = self.shards.behind._replace(has_parameters=True)
         finally:
             state.is_applying = False  # what came in part comes again
-        done = torch.ones(1, dtype=torch.int64)
-        world.wait(world.allreduce_start(done, "shards.done"))
+        await_all(world, "shards.done")
 
     def _end(self) -> None:
         """Do what comes after the update of the parameters."""

@@ -54,12 +54,16 @@ def move_shards(world: World, state: LiveState, held: Sequence[set[int]], events
             state.optimizer_values.take(_read(blob))
             shards.held.add(block)
     if moves:
-        done = torch.ones(1, dtype=torch.int64)
-        world.wait(world.allreduce_start(done, "shards.moved"))
+        await_all(world, "shards.moved")
         events.emit("worker.shards_moved", step=state.committed, bytes=received,
                     moves=len(moves), received=sum(one.target == world.rank for one in moves),
                     duration_s=round(time.monotonic() - began, 4))
     shards.keep(shards.mine)
+
+
+def await_all(world: World, name: str) -> None:
+    """Return when all workers have called this. Network."""
+    world.wait(world.allreduce_start(torch.ones(1, dtype=torch.int64), name))
 
 
 def rounds(moves: Sequence[Move], sizes: Sequence[int]) -> Iterator[list[Move]]:
