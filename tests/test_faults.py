@@ -132,7 +132,9 @@ def test_a_death_counts_at_once_when_the_machine_fails_or_a_child_holds_the_outp
     assert (logged["host"], logged["error"]) == (host(2), "EIO")
     assert logged["microbatch"] >= 0
     assert "Input/output error, as planned" in logged["text"]
-    assert gone == [(host(2), "machine_failed"), (host(0), "crashed"), (host(3), "crashed")]
+    # Reads count from a worker's boot, which may be late: the order is not the steps'.
+    assert sorted(gone) == [
+        (host(0), "crashed"), (host(2), "machine_failed"), (host(3), "crashed")]
     assert result["steps_redone"] <= 3
     assert result["attempts"] == 1
 

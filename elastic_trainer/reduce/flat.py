@@ -111,7 +111,8 @@ def pair_of(name: str, value: Any) -> tuple[Any, Any]:
             f"step.log got {name}={value!r}. Give a sum and its number of items: {name}=(hits, n). "
             "The result is the sum of the first by the sum of the second, over all micro-batches.")
     for part in value:
-        number = float(part)
+        # item() of a part of a graph does not warn; float() does.
+        number = float(part.item() if isinstance(part, torch.Tensor) else part)
         if math.isfinite(number) and abs(number) >= LARGEST:
             raise ValueError(f"step.log got {name}={value!r}, which is too large. Use numbers "
                              f"under {LARGEST:.1e}.")
