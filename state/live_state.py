@@ -34,7 +34,7 @@ from elastic_trainer.state.forward import ExtraState, InFlight, ModelBuffers, Mo
 from elastic_trainer.state.frozen import REMEDY, FrozenContent, differs
 from elastic_trainer.state.kinds import check_kinds
 from elastic_trainer.state.rates import Rates
-from elastic_trainer.state.shards import Shards
+from elastic_trainer.state.shards import Entries, Shards, with_entries
 from elastic_trainer.state.values.layout import (
     MACHINE_BYTES,
     Bare,
@@ -241,11 +241,10 @@ class LiveState:
         }
 
     def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None,
-               entries: Mapping[str, Any] | None = None) -> Packed:
+               entries: Entries | None = None) -> Packed:
         """Return header and tensors, without a copy. `learns`: the classes. `entries` replace what
-        this worker holds of the optimizer's state. Raises CannotKeep."""
-        values = self.values(absent)
-        values["optimizer"] |= {} if entries is None else {"state": dict(entries)}
+        this worker holds of what is sharded. Raises CannotKeep."""
+        values = with_entries(self.shards, self.values(absent), entries)
         return pack(values, self.classes, learns=learns, lacks=entries is not None)
 
     def room(self, header: bytes, payload_bytes: int) -> Packed:

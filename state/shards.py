@@ -1,4 +1,5 @@
-"""What this worker holds of the optimizer's state, where it is sharded (option `shard`).
+"""What this worker holds of the optimizer's state and of the averages, where they are sharded
+(option `shard`).
 
 holders of each block (holders.py) → here: which entries are kept → transfer (none of them),
 shard_moves.py (what another worker needs), checkpoint (each owner's part), restore (what is held)
@@ -8,6 +9,8 @@ What always holds:
    holds all, and a checkpoint has the same layout as one of a run that is not sharded.
 2. `held` are the blocks of which this worker has all entries. It drops an entry only after all
    that need it have received it.
+3. The average of a parameter (options `ema`, `swa`) goes with its entry. A parameter that is in no
+   optimizer is in no block, and each worker has its average.
 """
 
 from __future__ import annotations
@@ -29,6 +32,17 @@ class Peers(Protocol):
     size: int
 
     def gather_texts(self, text: str) -> list[str]: ...
+
+
+class Entries(NamedTuple):
+    """What is kept of some parameters, by their names."""
+
+    optimizer: dict[str, Any]
+    averages: dict[str, torch.Tensor]
+
+    def within(self, names: Iterable[str]) -> Entries:
+        """Return the entries of these names, in their order."""
+        return Entries(*({name: one[name] for name in names if name in one} for one in self))
 
 
 class Behind(NamedTuple):
@@ -59,6 +73,10 @@ class Shards:
         """The elements of each block."""
         self.block_of = {self.names[number]: place for place, block in enumerate(self.blocks)
                          for number in block}
+        self.averages: dict[str, torch.Tensor] = {}
+        """The averages of parameters that this worker has. `Average` has the same dict."""
+        self.averages_at = ""
+        """Where a state has them (extras/ema/weights/); "": no weights are averaged."""
         self.held: set[int] = set()
         self.holders: Holders = [(0,)] * len(self.blocks)
         """The ranks of this generation that hold each block; the first one owns it."""
@@ -127,23 +145,37 @@ class Shards:
         return len(self.holders[block]) - 1 if block in self.owned else -1
 
     def holds(self, name: str) -> bool:
-        return self.block_of[name] in self.held
+        """True if this worker has what is kept of a parameter."""
+        return name not in self.block_of or self.block_of[name] in self.held
 
     def of(self, block: int) -> list[tuple[str, Any]]:
         """Return names and parameters of a block."""
         return [(self.names[number], self.parameters[number]) for number in self.blocks[block]]
 
-    def entries(self, blocks: Iterable[int]) -> dict[str, Any]:
-        """Return the entries of some blocks, by the names of the parameters (nothing is copied)."""
-        kept = self._optimizer.state
-        return {name: kept[p] for block in sorted(blocks) for name, p in self.of(block)
-                if p in kept}
+    def keep_averages(self, name: str, averages: dict[str, torch.Tensor]) -> None:
+        """Hold the averages of parameters, too, in a dict that a state has in its extra `name`."""
+        self.averages, self.averages_at = averages, f"extras/{name}/weights/"
+
+    def take_averages(self, averages: Mapping[str, torch.Tensor]) -> None:
+        """Take over the averages of some parameters. Those of the others stay."""
+        parameters = dict(zip(self.names, self.parameters, strict=True))
+        for name, value in averages.items():
+            room = torch.empty_like(parameters[name], dtype=value.dtype, requires_grad=False)
+            self.averages[name] = room.copy_(value)
+
+    def entries(self, blocks: Iterable[int]) -> Entries:
+        """Return the entries of some blocks (nothing is copied)."""
+        kept, its = self._optimizer.state, [pair for block in sorted(blocks)
+                                            for pair in self.of(block)]
+        return Entries({name: kept[p] for name, p in its if p in kept},
+                       {name: self.averages[name] for name, _ in its if name in self.averages})
 
     def keep(self, blocks: Iterable[int]) -> None:
         """Hold these blocks from now on, and drop the entries of all others."""
         self.held, self.is_placed = set(blocks), True
         for block in range(len(self.blocks)):
-            for _, parameter in self.of(block) if block not in self.held else ():
+            for name, parameter in self.of(block) if block not in self.held else ():
+                self.averages.pop(name, None)
                 if parameter in self._optimizer.state:
                     del self._optimizer.state[parameter]
 
@@ -153,18 +185,19 @@ class Shards:
 
     # --- a checkpoint -----------------------------------------------------------------------------
 
-    def everyone(self, peers: Peers) -> dict[str, Any] | None:
+    def everyone(self, peers: Peers) -> Entries | None:
         """Return the entries of all parameters, as all workers know them: those that are not held
         here have no bytes. All workers call it. None: there is one worker. Network: their names,
         types and shapes."""
         if peers.size == 1:
             return None
-        texts = peers.gather_texts(pack(self.entries(self.owned)).header.decode())
-        known: dict[str, Any] = {}
-        for text in texts:
-            known |= unpack(outline(text.encode()))
-        known |= self.entries(self.held)
-        return {name: known[name] for name in self.names if name in known}
+        texts = peers.gather_texts(pack(self.entries(self.owned)._asdict()).header.decode())
+        known = Entries({}, {})
+        for theirs in [*(Entries(**unpack(outline(text.encode()))) for text in texts),
+                       self.entries(self.held)]:
+            for mine, more in zip(known, theirs, strict=True):
+                mine.update(more)
+        return known.within(self.names)
 
     def owner_at(self, place: str) -> int | None:
         """Return the rank that has the bytes of a tensor, by its place in the state; None: all."""
@@ -178,6 +211,9 @@ class Shards:
 
     def _name_at(self, place: str) -> str | None:
         place = place.removeprefix("/")
+        if self.averages_at and place.startswith(self.averages_at):
+            name = place.removeprefix(self.averages_at)
+            return name if name in self.block_of else None
         if not place.startswith(STATE):
             return None
         name = place.removeprefix(STATE)
@@ -186,3 +222,16 @@ class Shards:
                 raise LayoutError(f"{place[:200]} is of no parameter of the optimizer")
             name = name.rpartition("/")[0]
         return name
+
+
+def with_entries(shards: Shards | None, values: dict[str, Any],
+                 entries: Entries | None) -> dict[str, Any]:
+    """Let the values of a state have these entries in place of those that a worker holds; None:
+    those."""
+    if shards and entries is not None:
+        values["optimizer"] |= {"state": entries.optimizer}
+        if shards.averages_at:
+            extra = values["extras"][shards.averages_at.split("/")[1]]
+            extra["weights"] = entries.averages | {
+                name: one for name, one in shards.averages.items() if name not in shards.block_of}
+    return values

@@ -3,6 +3,7 @@ training."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from elastic_trainer import ConfigError, Swa
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 KINDS: list[dict[str, Any]] = [{"ema": 0.9}, {"swa": Swa(from_step=2, every=2)}]
+SHARDS = (None, "optimizer", "gradients")
 
 
 def bits(model: Model) -> list[bytes]:
@@ -64,35 +66,91 @@ def test_the_average_has_the_bits_of_torchs_averaged_model(options: dict[str, An
 
 
 @pytest.mark.parametrize("options", KINDS)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("size", "shard"), [
+    (2, None), (3, None), (4, None), (2, "optimizer"), (4, "optimizer"), (3, "gradients")])
 def test_the_average_has_the_same_bits_in_every_world(
-        size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        size: int, shard: str | None, options: dict[str, Any],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if each worker has a part of it."""
     alone, models = run(model_of(), **options), [model_of() for _ in range(size)]
-    ended = in_a_breaking_world(monkeypatch, size, lambda rank: run(models[rank], **options))
+    ended = in_a_breaking_world(monkeypatch, size,
+                                lambda rank: run(models[rank], **options, shard=shard))
     assert ended == [alone] * size
 
 
+@pytest.mark.parametrize(("shard", "call"), [
+    (None, 2), *itertools.product(SHARDS[1:], range(1, 7))])
 def test_the_average_has_the_same_bits_when_the_generation_breaks_while_it_is_shown(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stages of the evaluation see the trained values, so a newcomer receives those."""
+        shard: str | None, call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stages of the evaluation see the trained values, so a newcomer receives those. If it is
+    sharded, the workers that lack its parts get them in the next generation."""
     alone, models = run(model_of(), ema=0.9), [model_of() for _ in range(3)]
-    fired = breaking_gathers(monkeypatch, 1, 2)
-    ended = in_a_breaking_world(monkeypatch, 3, lambda rank: run(models[rank], ema=0.9))
+    fired = breaking_gathers(monkeypatch, 1, call)
+    ended = in_a_breaking_world(monkeypatch, 3,
+                                lambda rank: run(models[rank], ema=0.9, shard=shard))
     assert ended == [alone] * 3 and fired == [1]
 
 
 @pytest.mark.parametrize("options", KINDS)
-def test_the_average_goes_on_when_a_run_is_resumed(options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), [
+    (None, None), ("optimizer", None), (None, "gradients"), ("gradients", "optimizer")])
+@pytest.mark.parametrize("last", [1, 3])
+def test_the_average_goes_on_when_a_run_is_resumed(
+        options: dict[str, Any], before: str | None, after: str | None, last: int,
+        tmp_path: Path) -> None:
+    """After step 3, and after step 1, when the mean has not begun."""
     straight, model = run(model_of(), **options), model_of()
     torch.manual_seed(0)
-    trainer = trainer_of(model, run_dir=tmp_path / "run", checkpoint_every=1, **options)
+    trainer = trainer_of(model, run_dir=tmp_path / "run", checkpoint_every=1, shard=before,
+                         **options)
     for step in trainer:
         for batch in step:
             step.backward(mse(model, batch))
-        if step.number == 3:
+        if step.number == last:
             break
-    resumed = run(model_of(), run_dir=tmp_path / "run", **options)
+    resumed = run(model_of(), run_dir=tmp_path / "run", shard=after, **options)
     assert resumed[:2] == straight[:2] and straight[2][-len(resumed[2]):] == resumed[2]
+
+
+@pytest.mark.parametrize("shard", SHARDS[1:])
+def test_each_worker_has_a_part_of_the_average(shard: str,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own and its buddies', with those of the optimizer; all of it when the run is finished."""
+    kept = dict[int, set[str]]()
+
+    def trained(rank: int) -> None:
+        model = model_of()
+        trainer = trainer_of(model, shard=shard, ema=0.9)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+            state = trainer._worker.loop.state
+            average = trainer._worker.job.average
+            kept[rank] = set(average.weights)
+            assert kept[rank] == {name for name in average.parameters if state.shards.holds(name)}
+        assert average.whole.keys() == average.parameters.keys()
+
+    in_a_breaking_world(monkeypatch, 4, trained)
+    count = len(list(model_of().parameters()))
+    assert sum(map(len, kept.values())) == 2 * count and max(map(len, kept.values())) < count
+
+
+def test_one_worker_alone_in_averaged_is_an_error_where_it_has_a_part(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(rank: int) -> None:
+        model = model_of()
+        trainer = trainer_of(model, shard="optimizer", ema=0.9)
+        for step in trainer:
+            for batch in step:
+                step.backward(mse(model, batch))
+            if rank == 1:
+                with trainer.averaged():
+                    pass
+            elif step.number == 0:
+                trainer.evaluate(HELD_OUT, found)
+
+    with pytest.raises(RuntimeError, match=r"different calls: .*1: 'averaged\(\)'"):
+        in_a_breaking_world(monkeypatch, 3, trained)
 
 
 def test_batch_norm_can_be_refreshed_while_the_average_is_shown() -> None:

@@ -313,6 +313,10 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         from_deepspeed(linear(), tmp_path / "none.json")
     with pytest.raises(ConfigError, match="No JSON of DeepSpeed is given. Start with --deepspeed"):
         from_deepspeed(linear())
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.3 is 0\.1"):  # as from a file
+        from_deepspeed(linear(), BATCH | {"optimizer": {"type": "Adam", "params": {3: 0.1}}})
+    with pytest.raises(ConfigError, match="is no JSON: Object of type set"):
+        from_deepspeed(linear(), BATCH | {"scheduler": {"type": {1}}})
 
 
 # --- on the command line --------------------------------------------------------------------------

@@ -167,7 +167,8 @@ def test_workers_that_evaluate_other_data_raise(monkeypatch: pytest.MonkeyPatch)
 def test_an_evaluation_on_some_workers_only_raises_when_their_generation_has_ended() -> None:
     """A worker that restarted in place does not know what its code had evaluated. A worker with the
     result has called it, too."""
-    asks = {"wants": 0, "has": 0, "is_known": True, "done": [1], "of": [4, 50]}
+    asks = {"wants": 0, "has": 0, "is_known": True, "done": [1],
+            "of": ["evaluate", 4, 50]}
     ended = {"wants": None, "has": 0, "is_known": True}
     with pytest.raises(RuntimeError, match=r"ranks \[0\] called evaluate.*ranks \[1\] did not"):
         require_alike([asks, ended], [0], 0)

@@ -111,6 +111,20 @@ def test_goes_back_to_a_checkpoint_when_both_holders_of_a_part_are_lost(tmp_path
     assert result["attempts"] == 1
 
 
+def test_goes_back_when_a_part_of_an_average_is_lost_that_the_users_code_waits_for(
+        tmp_path: Path, twin_of: Twin) -> None:
+    """That code can't be undone: the attempt ends, and the next one begins at the checkpoint."""
+    its = (*FEW, "--iterator", "--ema", "--evaluate")
+    job = (*its, *SHARD, "--buddies", "0", "--checkpoint-every", "8")
+    plan = Plan().kill(host=host(2), at="step.applied", step=29)
+    with Cluster(tmp_path, job=job, plan=plan) as cluster:
+        assert cluster.finish() == 0
+        result = cluster.assert_nothing_lost(twin_of(*its), victims=1)
+        [lost] = cluster.events("worker.shards_lost")
+        assert lost["step"] == 30
+    assert result["attempts"] == 2
+
+
 def test_no_step_is_lost_with_a_whole_zone(tmp_path: Path, twin_of: Twin) -> None:
     """Both hosts of one of two zones die in the same step. Before, no zone holds a part alone."""
     plan = Plan().kill(host=host(1), at="step.computed", step=14)
@@ -148,14 +162,16 @@ def test_a_zone_that_holds_parts_alone_is_logged_once_until_that_changes(tmp_pat
                          ids=("to-unsharded", "from-unsharded", "to-fewer"))
 def test_a_checkpoint_of_either_resumes_as_the_other(
         tmp_path: Path, twin_of: Twin, first: tuple[Any, int], second: tuple[Any, int]) -> None:
-    """And with another number of workers: the layout is the same."""
+    """And with another number of workers: the layout is the same, also that of an average, which an
+    evaluation follows."""
+    its = (*FEW, "--iterator", "--ema", "--evaluate")
     for (shard, hosts), end in ((first, 20), (second, 40)):
-        job = (*FEW, *shard, "--checkpoint-every", "7", "--until", str(end))
+        job = (*its, *shard, "--checkpoint-every", "7", "--until", str(end))
         with Cluster(tmp_path, hosts=hosts, job=job) as cluster:
             assert cluster.finish() == 0
     assert verify(cluster.run_dir).is_proved
     result = json.loads((cluster.run_dir / "result.json").read_text())
-    assert result["weights_sha256"] == twin_of(*FEW)
+    assert result["weights_sha256"] == twin_of(*its)
 
 
 @pytest.mark.parametrize("job", [

@@ -97,7 +97,7 @@ def test_a_restart_waits_for_the_end_of_a_change_of_the_state() -> None:
     """A thread of Gloo's restarts the process while its main thread applies a step. Unsharded, the
     others have what this worker loses."""
     work, _ = in_flight(None)
-    evaluations = Evaluations(World, lambda: False, Events(None), Launch())
+    evaluations = Evaluations(World, lambda: False, Events(None), Launch(), dict)
     after_step = AfterStep(work, lambda: 9, evaluations)
     changing = Changing()
     work.state.is_applying = changing

@@ -39,7 +39,8 @@ NOT_IN_FIT = frozenset("""
 
 _BATCHES = "a worker computes some of the batches. Use validation_step, or on_validation_epoch_end"
 _GRADIENT = ("the gradient of all workers arrives and is applied in one piece. Use "
-             "on_train_batch_end, where .grad is the gradient as it was applied")
+             "on_train_batch_end, where .grad is the gradient as it was applied (NaN with "
+             "shard='gradients': no worker has all of it)")
 _STEP = ("the trainer clears gradients and steps the optimizer. Use a scheduler, "
          "gradient_clip_val, or elastic_trainer.Trainer")
 _MODES = "an evaluation sets the modes of all modules, and puts them back"

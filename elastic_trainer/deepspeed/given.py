@@ -15,6 +15,7 @@ What always holds:
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,8 +84,18 @@ def values_of(file: str | Path | dict[str, Any] | None) -> tuple[dict[str, Any],
     if file is None:
         raise ConfigError("No JSON of DeepSpeed is given. Start with --deepspeed ds_config.json, "
                           "or name it in the script: from_deepspeed(model, \"ds_config.json\").")
-    return ((without_nulls(file), "the dict") if isinstance(file, dict)
+    return ((without_nulls(_as_json(file)), "the dict") if isinstance(file, dict)
             else (read(file), str(file)))
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file with these values would give. Raises ConfigError."""
+    try:
+        read: dict[str, Any] = json.loads(json.dumps(values))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"from_deepspeed() got a dict that is no JSON: {error}. Give it what "
+                          f"json.load() returns.") from None
+    return read
 
 
 def is_given(file: str | Path | dict[str, Any] | None) -> bool:

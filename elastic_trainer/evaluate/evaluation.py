@@ -55,6 +55,8 @@ NOT_FINISHED = (
     "evaluate() was called where no step is finished: before or inside of an inner loop, or after "
     "a loop that was left. Call it on all workers, after the last `for batch in step` of a step, "
     "or when the loop has ended.")
+AVERAGED = "averaged"
+"""What a request is for whose result is the average of the weights."""
 ON_ALL = "Call it after the inner loop on every worker, not under `if trainer.is_first`."
 
 
@@ -163,6 +165,8 @@ class Request:
     samples: int
     means: Callable[[Found], dict[str, Any]]
     """Returns the result of the sums over all batches."""
+    what: str = "evaluate"
+    """The method that the user's code has called."""
     began: float = field(default_factory=time.monotonic)
     done: set[int] = field(default_factory=set)
     found: Found = field(default_factory=Found)
@@ -173,8 +177,10 @@ class Evaluations:
     """The evaluations after the last finished step, on this worker."""
 
     def __init__(self, world: Callable[[], World], is_broken: Callable[[], bool],
-                 events: Events, launch: Launch):
+                 events: Events, launch: Launch,
+                 gather_average: Callable[[], dict[str, torch.Tensor]]):
         self._world, self._is_broken, self._events = world, is_broken, events
+        self._gather_average = gather_average
         self._mark = events.trace.mark
         self._patience_s = launch.limits.stuck_s
         self.request: Request | None = None
@@ -188,6 +194,10 @@ class Evaluations:
 
     def ask(self, examination: Examination) -> None:
         self.request = Request(examination.batches, len(examination.dataset), examination.means)
+
+    def ask_for_average(self) -> None:
+        """Let the next stage have the whole average, of which each worker has a part."""
+        self.request = Request(0, 0, lambda found: {}, AVERAGED)
 
     def serve(self) -> Generator[Stage, None, None]:
         """Compute what the user's code asks for, one evaluation after the other."""
@@ -216,7 +226,7 @@ class Evaluations:
                                 "wants": None}
         if request:
             mine |= {"wants": len(self._results), "done": sorted(request.done),
-                     "of": [request.batches, request.samples]}
+                     "of": [request.what, request.batches, request.samples]}
         plans = self._meet(mine) if request else gathered(world, mine)
         wanting = [rank for rank, plan in enumerate(plans) if plan["wants"] is not None]
         if not wanting:
@@ -225,7 +235,10 @@ class Evaluations:
         wanting = [rank for rank in wanting if plans[rank]["wants"] == number]
         require_alike(plans, wanting, number)
         holders = [rank for rank, plan in enumerate(plans) if plan["has"] > number]
-        given: dict[str, Any] = {}
+        given, averages = dict[str, Any](), dict[str, torch.Tensor]()
+        is_average = plans[wanting[0]]["of"][0] == AVERAGED
+        if is_average:
+            averages = self._gather_average()  # network; also of those that have had it
         if world.rank in holders[:1]:
             given["found"] = self._results[number].to_values()
         elif request and world.rank in wanting and not holders:
@@ -234,7 +247,10 @@ class Evaluations:
         self._mark.enter("gather")
         self._take(gathered(world, given), wanting)
         self._mark.enter("after")
-        if world.rank in wanting and request:
+        if world.rank in wanting and is_average:
+            self.request = None
+            yield Evaluated(averages)
+        elif world.rank in wanting and request:
             self.request = None
             means = request.means(self._results[-1])
             if world.rank == wanting[0]:
@@ -256,7 +272,8 @@ class Evaluations:
             return gathered(world, mine)
         except TooLate:
             raise RuntimeError(
-                f"rank {world.rank} called evaluate() after step {self._step}, and another worker "
+                f"rank {world.rank} called {self.request and self.request.what}() after step "
+                f"{self._step}, and another worker "
                 f"has not within {self._patience_s:g} s. {ON_ALL} If its code takes so long, set "
                 f"stuck_s in ELASTIC_TRAINER_LIMITS.") from None
         finally:
@@ -299,7 +316,11 @@ def gathered(world: World, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 def require_alike(plans: list[dict[str, Any]], wanting: list[int], number: int) -> None:
     """Raise RuntimeError, on all workers, if they do not evaluate the same."""
-    sizes = {tuple(plans[rank]["of"]) for rank in wanting}
+    calls = {rank: f"{plans[rank]['of'][0]}()" for rank in wanting}
+    if len(set(calls.values())) > 1:
+        raise RuntimeError(f"the workers wait for each other in different calls: {calls} (by "
+                           f"rank). {ON_ALL}")
+    what, sizes = calls[wanting[0]], {tuple(plans[rank]["of"][1:]) for rank in wanting}
     if len(sizes) > 1:
         raise RuntimeError(
             f"the workers evaluate different numbers of (batches, samples): {sorted(sizes)}. Give "
@@ -307,14 +328,14 @@ def require_alike(plans: list[dict[str, Any]], wanting: list[int], number: int) 
     lacking = [rank for rank, plan in enumerate(plans)
                if plan["wants"] is None and plan["is_known"] and plan["has"] <= number]
     if lacking:
-        raise RuntimeError(f"the ranks {wanting} called evaluate(), and the ranks {lacking} did "
+        raise RuntimeError(f"the ranks {wanting} called {what}, and the ranks {lacking} did "
                            f"not. {ON_ALL}")
 
 
 def shared_out(plans: list[dict[str, Any]], wanting: list[int]) -> dict[int, list[int]]:
     """Return the batches that each worker computes: those that none of them has done, in turn."""
     done = {number for rank in wanting for number in plans[rank]["done"]}
-    left = [number for number in range(plans[wanting[0]]["of"][0]) if number not in done]
+    left = [number for number in range(plans[wanting[0]]["of"][1]) if number not in done]
     return {rank: left[place::len(wanting)] for place, rank in enumerate(wanting)}
 
 

@@ -27,6 +27,7 @@ from elastic_trainer.state.device_copies import (
 )
 from elastic_trainer.state.frozen import FrozenContent
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.shards import Entries
 from elastic_trainer.state.values.forms import CannotKeep
 from elastic_trainer.state.values.layout import Packed, decode
 
@@ -103,7 +104,7 @@ class CommitState(LiveState):
         """Do nothing: which commit is the last is known when all members have met again."""
 
     def packed(self, *, learns: bool = False, absent: Mapping[str, str] | None = None,
-               entries: Mapping[str, Any] | None = None) -> Packed:
+               entries: Entries | None = None) -> Packed:
         """Return the last commit; the live values, if none is kept. (Nothing is sharded here.)"""
         return (self.last.packed() if self.last.step >= 0
                 else super().packed(learns=learns, absent=absent))

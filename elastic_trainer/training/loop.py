@@ -41,6 +41,7 @@ from elastic_trainer.training.job.job import Job, Result, describe
 from elastic_trainer.training.microbatches import Microbatches
 from elastic_trainer.training.shard_watch import log_memory
 from elastic_trainer.training.sharded import place_shards
+from elastic_trainer.training.sharded_average import gathered_average, keep_whole
 from elastic_trainer.training.stages import Begun, Stage
 from elastic_trainer.training.timing import Pace
 from elastic_trainer.training.warm_up import WarmUp
@@ -75,8 +76,7 @@ class Loop:
         self.generations = Generations(launch, driver, events, hooks_of(self))
         self.world = self.generations.world
         self.account = Account(self.work, launch, plan.every)
-        self.after_step = AfterStep(self.work, self.account.steps_due, Evaluations(
-            lambda: self.world, driver.is_broken, events, launch))
+        self.after_step = AfterStep(self.work, self.account.steps_due, evaluations_of(self))
         self.has_joined = False
         """True from this worker's first step on."""
         self._microbatch_s = 0.0  # how long a micro-batch takes on this worker, by the warm-up
@@ -294,6 +294,7 @@ class Loop:
             self.work.require_kept()  # a value of the last step: no step after it finds it
             self.checkpointing.publish_last(world, self._vote_on_checkpoint)
         self.account.finish(world, self.stop_request.reason)
+        keep_whole(world, self.work)  # network, if there is an average in parts
         if world.rank == 0:
             self.events.emit("run.finished", steps=state.committed, samples=state.samples,
                              loss=state.loss, weights_sha256=weights_sha256(state),
@@ -332,6 +333,11 @@ def hooks_of(loop: Loop) -> Hooks:
                  catch_up=lambda lacks: loop.end.catch_up(loop.world, lacks),
                  place_shards=lambda: place_shards(
                      loop.world, loop.state, loop.launch, loop.events))
+
+
+def evaluations_of(loop: Loop) -> Evaluations:
+    return Evaluations(lambda: loop.world, loop.driver.is_broken, loop.events, loop.launch,
+                       lambda: gathered_average(loop.world, loop.work))
 
 
 def lacks_memory(loop: Loop, error: BaseException) -> bool:

@@ -53,7 +53,8 @@ def log_memory(world: World, work: Work, launch: Launch, events: Events) -> None
     shards = work.state.shards
     if shards is None or shards.is_foreseen or not shards.held:
         return
-    held = sum(tensor.nbytes for entry in shards.entries(shards.held).values()
+    entries = shards.entries(shards.held)
+    held = sum(tensor.nbytes for entry in [*entries.optimizer.values(), entries.averages]
                for tensor in entry.values() if isinstance(tensor, torch.Tensor))
     elements = sum(shards.sizes[block] for block in shards.held)
     leaves = work.flat.is_front

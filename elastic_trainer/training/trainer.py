@@ -197,9 +197,9 @@ class Trainer:
     def averaged(self) -> AbstractContextManager[None]:
         """Let the model have the averaged weights (`ema`, `swa`) in a block of `with`: after the
         inner loop, or when the run is finished. What the block changes in weights and buffers is
-        dropped."""
+        dropped. With `shard` each worker has a part of the average: enter the block on all."""
         self._require_finished("averaged")
-        return self._worker.averaged()
+        return self._worker.averaged(self._next)
 
     def _require_finished(self, what: str) -> None:
         is_in_loop = getattr(self._in_thread, "trainer", None) is self
@@ -349,7 +349,7 @@ def evaluate_after(evaluate: Evaluation, worker: Worker, step: int,
     if not worker.loop.after_step.is_running or not ends_interval(
             evaluate.every, step, steps_per_epoch, worker.loop.state.clocks_ms):
         return
-    with worker.averaged() if evaluate.averaged else nullcontext():
+    with worker.averaged(draw) if evaluate.averaged else nullcontext():
         means = worker.evaluate(examination_of(evaluate, worker.job), draw)
     try:
         worker.take_for_best(means)

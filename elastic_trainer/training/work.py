@@ -63,6 +63,9 @@ def state_of(job: Job, reduce: str, sending: Sending) -> LiveState:
         **({CONFIGURATION: dict(job.configuration)} if job.configuration else {}))
     if job.shard:
         state.shards = Shards(job.model, job.optimizer, job.buddies, members_of(job.optimizer))
+        if job.average:
+            state.shards.keep_averages(job.average.name, job.average.weights)
+            job.average.holds = state.shards.holds
     if job.scaler:
         # A scaler makes its scale at its first use. A worker without a micro-batch needs it too.
         job.scaler.scale(torch.zeros((), device=job.device))

@@ -54,7 +54,7 @@ from elastic_trainer.training.job.job import Job, Result, plan_of, sent, settled
 from elastic_trainer.training.job.settings import in_use
 from elastic_trainer.training.listeners import open_timeline, opened, shown
 from elastic_trainer.training.loop import Loop, restart_for_memory
-from elastic_trainer.training.stages import Begun, Microbatch, Portion, Stage
+from elastic_trainer.training.stages import Begun, Evaluated, Microbatch, Portion, Stage
 from elastic_trainer.training.warm_up import rehearse, warm_nccl
 from elastic_trainer.world import standby as standby
 from elastic_trainer.world.drivers import driver_of
@@ -256,8 +256,10 @@ class Worker:
                 self.events.emit("worker.best_found", step=step, metric=best.rule.metric,
                                  value=best.value)
 
-    def averaged(self) -> AbstractContextManager[None]:
-        return averages.shown(self.job.average)
+    def averaged(self, draw: Callable[[], Stage | None]) -> AbstractContextManager[None]:
+        """Let the model have the averaged weights for a while. With `shard` all workers call it
+        after a step. Raises RuntimeError."""
+        return averages.shown(self.job.average, partial(whole_average, self, draw))
 
     def left_averaged(self) -> RuntimeError | None:
         is_shown = self.job.average is not None and self.job.average.is_shown
@@ -350,3 +352,17 @@ def local_rank() -> int:
     waits in here."""
     standby.wait_for_place()
     return Launch.from_environment().slot
+
+
+def whole_average(worker: Worker,
+                  draw: Callable[[], Stage | None]) -> dict[str, torch.Tensor] | None:
+    """Return the average of all parameters, if each worker has a part and the run goes on."""
+    loop, average = worker.loop, worker.job.average
+    if not (loop and loop.after_step.is_running and average and average.is_sharded):
+        return None
+    loop.after_step.evaluations.ask_for_average()
+    match draw():
+        case Evaluated() as evaluated:
+            return evaluated.means
+        case stage:
+            raise AssertionError(f"{stage} in place of the averaged weights")

@@ -189,6 +189,9 @@ class Replica:
         for name, parameter, low, high in self._parameters_of(index, slices):
             if weight := shards.weight(name):
                 more = self._kept(name, parameter, low, high)
+                if name in shards.averages:
+                    more.append((f"{name} averaged", shards.averages[name], low, high,
+                                 parameter.numel()))
                 held, weights = held + more, weights + [weight] * len(more)
         parts = Copied(held).parts(held)
         return shards.differs + sum(

@@ -15,20 +15,20 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
 from elastic_trainer.events.log import Events
 from elastic_trainer.state.holders import Move, moves_between
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.shards import Shards
+from elastic_trainer.state.shards import Entries, Shards
 from elastic_trainer.state.values.layout import byte_view, decode, pack
 from elastic_trainer.world.collectives import PeersLost, World
 
 ROUND_BYTES = 64 << 20
-KEPT_BYTES = 8
-"""What an optimizer keeps of an element, about: the rounds are made before it is known."""
+KEPT_BYTES = 16
+"""What is kept of an element, at most about: Adam's two moments, a master, an average. The rounds
+are made before it is known."""
 PIECE_BYTES = 256 << 20
 """The most bytes that one worker sends to another in one collective."""
 
@@ -51,7 +51,9 @@ def move_shards(world: World, state: LiveState, held: Sequence[set[int]], events
         events.reach("shards.moving", step=state.committed)
         for block, blob in _exchanged(world, shards, batch):
             received += blob.numel()
-            state.optimizer_values.take(_read(blob))
+            entries = _read(blob)
+            state.optimizer_values.take(entries.optimizer)
+            shards.take_averages(entries.averages)
             shards.held.add(block)
     if moves:
         await_all(world, "shards.moved")
@@ -105,7 +107,7 @@ def _exchanged(world: World, shards: Shards,
 
 def _blob(shards: Shards, block: int) -> torch.Tensor:
     """Return the entries of a block as bytes: their length, a CRC-32, header and payload."""
-    packed = pack(shards.entries([block]))
+    packed = pack(shards.entries([block])._asdict())
     payload = [byte_view(tensor) for tensor in packed.tensors]
     header = len(packed.header).to_bytes(8, "little") + packed.header
     whole = torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8), *payload])
@@ -127,7 +129,6 @@ def _cut(received: torch.Tensor) -> Iterator[torch.Tensor]:
         at += 16 + length
 
 
-def _read(blob: torch.Tensor) -> dict[str, Any]:
+def _read(blob: torch.Tensor) -> Entries:
     header = int.from_bytes(blob[:8].numpy().tobytes(), "little")
-    entries: dict[str, Any] = decode(blob[8 : 8 + header].numpy().tobytes(), blob[8 + header :])
-    return entries
+    return Entries(**decode(blob[8 : 8 + header].numpy().tobytes(), blob[8 + header :]))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from elastic_trainer.state.device_copies import (
     new_memory,
 )
 from elastic_trainer.state.live_state import LiveState, own_tensors
+from elastic_trainer.state.shards import Entries
 from elastic_trainer.state.values.layout import (
     LayoutError,
     Packed,
@@ -70,7 +70,7 @@ class Transfer:
         is_giver, is_taker = world.rank in givers, world.rank in takers
         absent = self._agree_on_frozen(state, takers) if state.frozen.is_shared else {}
         # What is sharded goes from holder to holder (shard_moves.py).
-        entries: dict[str, Any] | None = {} if state.shards else None
+        entries = Entries({}, {}) if state.shards else None
         packed = state.packed(absent=absent, entries=entries) if is_giver else None
         header_bytes, payload_bytes = self._agree(packed, givers, state.committed)
         self._events.reach("world.transfer_started", step=state.committed, is_giver=is_giver)

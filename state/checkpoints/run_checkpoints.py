@@ -29,6 +29,7 @@ from elastic_trainer.state.checkpoints.publish import Known, Publisher
 from elastic_trainer.state.checkpoints.restore import Restore, asked_again, withdraw
 from elastic_trainer.state.checkpoints.upload import SnapshotMemory, Upload
 from elastic_trainer.state.live_state import LiveState, own_tensors
+from elastic_trainer.state.shards import Entries
 from elastic_trainer.state.stores.store import Store, StoreUnavailable
 from elastic_trainer.state.values.layout import differing, tensors_digest
 
@@ -102,7 +103,7 @@ class Checkpoints:
 
     def compare_tensors(self, state: LiveState, peers: Peers,
                         absent: Mapping[str, str] | None = None,
-                        entries: Mapping[str, Any] | None = None) -> None:
+                        entries: Entries | None = None) -> None:
         """Find out whether the workers that packed other tensors for the last checkpoint still do.
 
         All workers call this together. No bytes are sent that no record will name.
@@ -119,7 +120,7 @@ class Checkpoints:
 
     def begin(self, state: LiveState, rank: int, size: int, *, is_alone: bool = False,
               absent: Mapping[str, str] | None = None,
-              entries: Mapping[str, Any] | None = None) -> None:
+              entries: Entries | None = None) -> None:
         """Copy my share of the state (the only pause), and upload it beside the training.
         `absent`: the frozen content that all workers leave out.
 

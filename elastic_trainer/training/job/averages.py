@@ -5,7 +5,9 @@ checkpoint, newcomer ⇄ the state, as an extra
 trainer.averaged() → the model with the averaged weights, for a while
 
 What always holds:
-1. Every worker computes the average itself, from weights that are the same on every worker.
+1. Every worker computes the average itself, from weights that are the same on every worker. With
+   `shard` it does so for the parameters whose entries it holds (state/shards.py), and receives the
+   others while the averaged weights are shown (training/sharded_average.py).
 2. Parameters stay the same objects. While the averaged weights are shown, the trained values lie
    aside, untouched. Stages of an evaluation see the trained values.
 3. Buffers are the model's. What changes them while the average is shown (a refresh of BatchNorm)
@@ -17,7 +19,7 @@ get_ema_multi_avg_fn or get_swa_multi_avg_fn. Its default for a mean on the CPU 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +32,8 @@ from elastic_trainer.state.values.names import named_parameters
 
 SHOWN = ("a step ended, and the averaged weights are still in the model. Leave the block `with "
          "trainer.averaged()` before the step ends.")
+Gather = Callable[[], "dict[str, torch.Tensor] | None"]
+"""Returns the whole average, in the types of the parameters; None: this worker has it."""
 NOT_AVERAGED = ("no weights are averaged: neither ema nor swa is given. Use ema=0.999, or "
                 "swa=Swa(from_step=…).")
 
@@ -52,19 +56,24 @@ class Average:
     """The averaged weights of a model."""
 
     def __init__(self, model: torch.nn.Module, ema: float | None, swa: Swa | None,
-                 in_32_bits: bool = False):
-        self._model, self._swa = model, swa
+                 in_32_bits: bool = False, is_sharded: bool = False):
+        self._model, self._swa, self.is_sharded = model, swa, is_sharded
+        self.name = "ema" if swa is None else "swa"
+        """The name that a state has it by."""
         self.settings: dict[str, Any] = (
             {"ema": ema} if swa is None else {"swa": [swa.from_step, swa.every]})
         made: Any = swa_utils  # its functions have no types
         self._mean = (made.get_swa_multi_avg_fn() if ema is None
                       else made.get_ema_multi_avg_fn(ema))
-        self.parameters = named_parameters(model)
-        self.weights = {
-            name: p.detach().to(torch.float32 if in_32_bits and p.is_floating_point() else p.dtype,
-                                copy=True) for name, p in self.parameters.items()}
+        self.parameters, self._in_32_bits = named_parameters(model), in_32_bits
+        self.holds: Callable[[str], bool] = lambda name: True
+        """True for the parameters whose average this worker computes."""
+        self.weights = {} if is_sharded else self._copies()
+        """What this worker has of the average. The dict stays the same one."""
         self.updates = 0
         """How many steps are in the average."""
+        self.whole: dict[str, torch.Tensor] = {}
+        """The average of a finished run, where workers had parts of it."""
         self.is_shown = False
         self._aside: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -73,11 +82,10 @@ class Average:
         if self._swa and (step < self._swa.from_step
                           or (step - self._swa.from_step) % self._swa.every):
             return
-        pairs = [(self.weights[name], p.detach()) for name, p in self.parameters.items()]
         if self.updates == 0:
-            for mine, now in pairs:
-                mine.copy_(now)
+            self.weights.update(self._copies())
         else:
+            pairs = [(mine, self.parameters[name].detach()) for name, mine in self.weights.items()]
             count = torch.tensor(self.updates)
             for dtype in sorted({mine.dtype for mine, now in pairs if mine.dtype == now.dtype},
                                 key=str):
@@ -88,20 +96,36 @@ class Average:
                     self._mean([mine], [now.to(mine.dtype)], count)
         self.updates += 1
 
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {name: p.detach().to(self._type(p), copy=True)
+                for name, p in self.parameters.items() if self.holds(name)}
+
+    def _type(self, parameter: torch.Tensor) -> torch.dtype:
+        is_narrow = self._in_32_bits and parameter.is_floating_point()
+        return torch.float32 if is_narrow else parameter.dtype
+
     # --- in the state -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self.updates, "weights": self.weights}
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
-        self.updates = int(values["updates"])
+        self.updates, theirs = int(values["updates"]), values["weights"]
+        if self.is_sharded:
+            self.weights.clear()
+            if self.updates:
+                self.weights.update({name: theirs[name].to(p.device, self._type(p), copy=True)
+                                     for name, p in self.parameters.items()
+                                     if name in theirs and self.holds(name)})
+            return
         for name, mine in self.weights.items():
-            mine.copy_(values["weights"][name])
+            if self.updates or name in theirs:  # a sharded one has no weights before its first step
+                mine.copy_(theirs[name])
 
     # --- in the model -----------------------------------------------------------------------------
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
+    def shown(self, gather: Gather | None = None) -> Iterator[None]:
         if self.updates == 0:
             raise RuntimeError("no step is in the average yet" + (
                 f": it begins after step {self._swa.from_step}." if self._swa else "."))
@@ -109,8 +133,12 @@ class Average:
             raise RuntimeError("the averaged weights are in the model already. Use one block `with "
                                "trainer.averaged()`, not one in another.")
         # What a BatchNorm refresh or the user's code writes to is a copy.
-        self._aside = [(p, self.weights[name].to(p.dtype, copy=True))
-                       for name, p in self.parameters.items()]
+        if gather and (every := gather()) is not None:
+            self._aside = [(p, every[name]) for name, p in self.parameters.items()]
+        else:
+            every = self.whole or self.weights
+            self._aside = [(p, every[name].to(p.device, p.dtype, copy=True))
+                           for name, p in self.parameters.items()]
         self._aside += [(b, b.detach().clone()) for b in self._model.buffers()]
         self._exchange()
         self.is_shown = True
@@ -136,17 +164,18 @@ class Average:
             tensor.data = aside
 
 
-def shown(average: Average | None) -> AbstractContextManager[None]:
+def shown(average: Average | None,
+          gather: Gather | None = None) -> AbstractContextManager[None]:
     """Let the model have the averaged weights for a while. Raises RuntimeError if it has none."""
     if average is None:
         raise RuntimeError(NOT_AVERAGED)
-    return average.shown()
+    return average.shown(gather)
 
 
 def average_of(model: torch.nn.Module, ema: float | None, swa: Swa | None, *,
-               in_32_bits: bool) -> Average | None:
+               in_32_bits: bool, is_sharded: bool) -> Average | None:
     """Return the average of the weights; `in_32_bits`, whatever their type is."""
-    return Average(model, ema, swa, in_32_bits) if ema is not None or swa else None
+    return Average(model, ema, swa, in_32_bits, is_sharded) if ema is not None or swa else None
 
 
 def extras_with(ours: Mapping[str, Any], given: Mapping[str, Any] | None) -> dict[str, Any]:

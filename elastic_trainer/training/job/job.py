@@ -173,7 +173,8 @@ def checked(model: torch.nn.Module,
     if isinstance(rates, LinearScaling):
         rates = rates.of_batch(numbers.global_batch)
     average = average_of(model, options["ema"], options["swa"],
-                         in_32_bits=options["precision"] == MASTERS)
+                         in_32_bits=options["precision"] == MASTERS,
+                         is_sharded=options["shard"] is not None)
     best = Best(options["best"]) if options["best"] else None
     scheduler, rate = split_schedule(rates, optimizer, numbers.steps, words)
     collate = collate_of(options)
@@ -199,7 +200,7 @@ def checked(model: torch.nn.Module,
         shard=options["shard"],
         buddies=options["buddies"],
         rules=options["buffers"] or {},
-        state=extras_with({"swa" if options["swa"] else "ema": average, "best": best},
+        state=extras_with({average.name if average else "ema": average, "best": best},
                            options["state"]),
         after_step=after_step or (lambda step: None),
         device=device,
