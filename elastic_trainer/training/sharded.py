@@ -31,7 +31,6 @@ from elastic_trainer.config import Launch
 from elastic_trainer.events.log import Events
 from elastic_trainer.state.holders import lost_blocks
 from elastic_trainer.state.live_state import LiveState
-from elastic_trainer.state.shards import Shards
 from elastic_trainer.training.shard_watch import log_exposed
 from elastic_trainer.training.work import Update, Work
 from elastic_trainer.world.collectives import World
@@ -49,15 +48,10 @@ class ShardedUpdate:
 
     def __init__(self, work: Work, ready: Callable[[torch.optim.Optimizer], None]):
         self.work, self.state, self.flat = work, work.state, work.flat
-        self.masters = work.job.masters
+        self.masters, self.shards = work.job.masters, work.shards
         self._ready = ready
         """Makes what is in `.grad` the gradient that the optimizer is to see."""
         self.error: Exception | None = None
-
-    @property
-    def shards(self) -> Shards:
-        assert self.state.shards
-        return self.state.shards
 
     def prepare(self, world: World, optimizer: torch.optim.Optimizer,
                 multiplier: float | None, scaler: torch.amp.GradScaler | None) -> None:

@@ -23,8 +23,8 @@ from elastic_trainer.world.collectives import World
 def gathered_average(world: World, work: Work) -> dict[str, torch.Tensor]:
     """Return the average of each parameter, in the parameter's type. All workers call it. Network:
     the bytes of the parameters. Raises StateWithdrawn, on all, if a part is lost."""
-    shards, average, device = work.state.shards, work.job.average, work.job.device
-    assert shards and average
+    shards, average, device = work.shards, work.job.average, work.job.device
+    assert average
     owners = senders(shards.sizes, all_held(world, work.state, work.events))
     found = {name: mine.to(average.parameters[name].dtype, copy=True)
              for name, mine in average.weights.items()

@@ -29,7 +29,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from elastic_trainer.data.seeds import seed_everything, seed_of
 from elastic_trainer.state.holders import senders
-from elastic_trainer.state.shards import Behind, Shards
+from elastic_trainer.state.shards import Behind
 from elastic_trainer.state.values.supported import some
 from elastic_trainer.training.job.optimizers import parameters_of
 from elastic_trainer.training.sharded import (
@@ -52,18 +52,13 @@ class ShardedGradients:
 
     def __init__(self, work: Work, norm: Callable[[torch.Tensor], None]):
         self.work, self.state, self.flat = work, work.state, work.flat
-        self.job, self.masters = work.job, work.job.masters
+        self.job, self.masters, self.shards = work.job, work.job.masters, work.shards
         self._norm = norm
         """Takes the norm of a step's gradient before it is clipped."""
         self._moved: Moved = {}
         """The parameters that the step in flight moves, by block."""
         self._has_applied = False
         """This process has applied the step that is not at its end."""
-
-    @property
-    def shards(self) -> Shards:
-        assert self.state.shards
-        return self.state.shards
 
     # --- before the vote --------------------------------------------------------------------------
 

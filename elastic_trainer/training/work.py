@@ -193,6 +193,12 @@ class Work:
             raise ConfigError(f"the modules of {lacking} have get_extra_state, but no "
                               f"set_extra_state. Give them both.")
 
+    @property
+    def shards(self) -> Shards:
+        """What this worker holds of what is sharded, in a job with `shard`."""
+        assert self.state.shards
+        return self.state.shards
+
     # --- left to a successor ----------------------------------------------------------------------
 
     def leave(self, handed_over: int) -> int | None:
