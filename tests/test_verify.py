@@ -168,6 +168,26 @@ def eventful() -> list[Event]:
     return story.finish()
 
 
+def test_a_finished_run_that_is_started_again_needs_no_more_proofs() -> None:
+    """Its workers load no dataset and do no step. An attempt that does one needs them."""
+    def started_again(done: int) -> list[Event]:
+        story = Story()
+        story.start(3)
+        story.train(story.schedule.steps - done)
+        story.publish()
+        if not done:
+            story.finish()
+        before = len(story.events)
+        story.start(2)
+        story.finish()
+        return [event for at, event in enumerate(story.events)
+                if at < before or not event["event"].endswith(".program_proved")]
+
+    assert judged(started_again(done=0)).is_proved
+    verdict = judged(started_again(done=1))
+    assert not verdict.is_proved and len(verdict.unproved) == 2
+
+
 def any_story(choice: random.Random) -> Story:
     """Return a run with random kills, lost lines, checkpoints, restarts and stops."""
     size, batch = choice.randint(1, 60), choice.randint(1, 16)

@@ -216,6 +216,7 @@ class Judge:
         self.lineage.check_world(step, event["size"])
         self.due.check(step)
         if not event.get("repeated"):
+            self.programs.trained(event["attempt"])
             self.lineage.check_first(step)
         elif step.step == self.next:
             self.repeated_lines += 1  # its first writer died before it wrote the line

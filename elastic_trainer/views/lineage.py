@@ -327,13 +327,16 @@ OLDER = "as in a log of version 0.1"
 
 
 class ProgramProofs:
-    """The proofs in the log so far, and what needs one."""
+    """The proofs in the log so far, and what needs one: not an attempt that has done no step, as
+    that of a finished run which is started again."""
 
     def __init__(self) -> None:
         self._proved: set[tuple[int | None, str]] = set()
         self._placed: set[tuple[int | None, str]] = set()
         self._resumed: set[tuple[int, int]] = set()
         self._starts: set[tuple[int, int]] = set()
+        self._trained: set[int] = set()
+        """The attempts that have done a step."""
         self._lines = self._most = 0
         """How many proofs there are, and the largest world that no driver has formed."""
 
@@ -347,6 +350,9 @@ class ProgramProofs:
     def formed(self, event: Event) -> None:
         self._placed |= {(event["attempt"], name) for name in event.get("workers", ())}
 
+    def trained(self, attempt: int) -> None:
+        self._trained.add(attempt)
+
     def started(self, event: Event, is_formed: bool) -> None:
         """Take the start of a generation. `is_formed`: a driver has named its members."""
         if event["source"] == "checkpoint":
@@ -357,11 +363,14 @@ class ProgramProofs:
     def lacking(self) -> list[str]:
         """Return what the log does not prove."""
         found = []
-        lacking = len(self._placed - self._proved) or max(0, self._most - self._lines)
+        placed = {worker for worker in self._placed if worker[0] in self._trained}
+        lacking = len(placed - self._proved) or max(0, self._most - self._lines)
         if lacking:
             found.append(f"that all workers had the run's dataset and program: the log has no line "
                          f"worker.program_proved of {count(lacking, 'worker')}, {OLDER}.")
-        if starts := sorted(self._starts - self._resumed):
+        starts = sorted(start for start in self._starts - self._resumed
+                        if start[0] in self._trained)
+        if starts:
             steps = ", ".join(str(step) for _, step in starts[:3])
             more = f" and {len(starts) - 3} more" if len(starts) > 3 else ""
             found.append(f"that the run went on from its checkpoints with their dataset and "
