@@ -138,8 +138,16 @@ class RayLab(Lab):
         return command
 
     def start_gcs(self, command: list[str]) -> None:
-        """Start the head's GCS alone, by the command that `kill_gcs` has returned."""
+        """Start the head's GCS alone, by the command that `kill_gcs` has returned. It listens
+        before it has its nodes again, and takes no job until then."""
+        def takes_jobs() -> object:
+            try:
+                return self.nodes()
+            except AssertionError:
+                return False
+
         self.start(COORDINATOR, command, env=self.seen | QUIET)
+        wait_for("GCS that has its nodes", takes_jobs)
 
     def add_nodes(self, *names: str) -> None:
         """Boot hosts, and start a node with one processor on each, all at once."""

@@ -4,6 +4,7 @@ training."""
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,13 @@ from test_loop import mse
 from test_trainer import Model, in_a_breaking_world, loop, trainer_of
 from torch.optim import swa_utils
 
-from elastic_trainer import ConfigError, Swa
+from elastic_trainer import ConfigError, Swa, Trainer
+from elastic_trainer.events.log import Events
+from elastic_trainer.reduce.ring import Sending
+from elastic_trainer.training.job.averages import Average
+from elastic_trainer.training.work import Work
+from elastic_trainer.world.collectives import World
+from elastic_trainer.world.shard_moves import held_by_rank
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 KINDS: list[dict[str, Any]] = [{"ema": 0.9}, {"swa": Swa(from_step=2, every=2)}]
@@ -133,6 +140,58 @@ def test_each_worker_has_a_part_of_the_average(shard: str,
     in_a_breaking_world(monkeypatch, 4, trained)
     count = len(list(model_of().parameters()))
     assert sum(map(len, kept.values())) == 2 * count and max(map(len, kept.values())) < count
+
+
+def test_a_checkpoint_has_the_parts_of_other_workers_in_another_memory_format(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three workers with one buddy: no worker has all momenta and averages of the convolutions."""
+    def built() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3), torch.nn.Flatten(),
+            torch.nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+
+    torch.manual_seed(1)
+    images = torch.utils.data.TensorDataset(torch.randn(16, 3, 6, 6), torch.randn(16, 2))
+
+    def trained(model: torch.nn.Sequential, **options: Any) -> list[bytes]:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), images,
+                          global_batch=8, microbatches=4, until="2 epochs", ema=0.9, **options)
+        for step in trainer:
+            for x, y in step:
+                step.backward(torch.nn.functional.mse_loss(model(x), y))
+        with trainer.averaged():
+            return [p.detach().contiguous().numpy().tobytes() for p in model.parameters()]
+
+    alone, models = trained(built()), [built() for _ in range(3)]
+    ended = in_a_breaking_world(monkeypatch, 3, lambda rank: trained(
+        models[rank], shard="optimizer", run_dir=tmp_path / "run", checkpoint_every=1))
+    assert ended == [alone] * 3
+
+
+def test_a_worker_without_the_runs_values_sends_no_average() -> None:
+    """A restore that broke leaves a worker with blocks that it was to hold."""
+    model = model_of()
+    trainer = trainer_of(model, shard="optimizer", ema=0.9)
+    work = Work(trainer._worker.job, "exact", Sending(), Events(None))
+    work.shards.hold_as_built(0)
+    assert held_by_rank(World(), work.state) == [set()]
+    work.state.has_state = True
+    assert held_by_rank(World(), work.state) == [work.shards.held]
+
+
+def test_nothing_of_a_gathered_average_is_kept_after_its_block() -> None:
+    """The loop holds the dict in which it came until the next step."""
+    average = Average(model_of(), 0.9, None, is_sharded=True)
+    average.update(0)
+    gathered = {name: torch.zeros_like(p) for name, p in average.parameters.items()}
+    tensors = [weakref.ref(one) for one in gathered.values()]
+    with average.shown(lambda: gathered):
+        assert all(float(p.abs().sum()) == 0 for p in average.parameters.values())
+    assert not any(one() is not None for one in tensors)
+    average.weights.popitem()
+    with pytest.raises(RuntimeError, match="a part of the averaged weights"), average.shown():
+        pass
 
 
 def test_one_worker_alone_in_averaged_is_an_error_where_it_has_a_part(

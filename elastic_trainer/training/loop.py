@@ -120,7 +120,7 @@ class Loop:
             self.driver.report(step=self.state.committed)
         # Finished: another worker saw the last vote pass, and this one has applied the last step.
         is_over = over.verdict == "finished" and self.state.committed >= self.account.steps_due()
-        if not is_over or (self.state.shards and self.state.shards.behind):
+        if not is_over or lacks_parts(self):
             raise over
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -333,6 +333,13 @@ def hooks_of(loop: Loop) -> Hooks:
                  catch_up=lambda lacks: loop.end.catch_up(loop.world, lacks),
                  place_shards=lambda: place_shards(
                      loop.world, loop.state, loop.launch, loop.events))
+
+
+def lacks_parts(loop: Loop) -> bool:
+    """Return whether a worker that has applied the last step lacks what others have sent since."""
+    shards, average = loop.state.shards, loop.job.average
+    return shards is not None and (
+        shards.behind is not None or (average is not None and average.lacks_parts))
 
 
 def evaluations_of(loop: Loop) -> Evaluations:

@@ -156,7 +156,7 @@ def all_held(world: World, state: LiveState, events: Events) -> list[set[int]]:
     no holder."""
     assert state.shards
     blocks = len(state.shards.blocks)
-    held = held_by_rank(world, state.shards)
+    held = held_by_rank(world, state)
     if lost := lost_blocks(blocks, held):
         if world.rank == 0:
             events.emit("worker.shards_lost", step=state.committed, blocks=len(lost), of=blocks)

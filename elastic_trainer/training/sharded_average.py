@@ -20,13 +20,15 @@ from elastic_trainer.training.work import Work
 from elastic_trainer.world.collectives import World
 
 
-def gathered_average(world: World, work: Work) -> dict[str, torch.Tensor]:
-    """Return the average of each parameter, in the parameter's type. All workers call it. Network:
-    the bytes of the parameters. Raises StateWithdrawn, on all, if a part is lost."""
+def gathered_average(world: World, work: Work,
+                     place: str | torch.device | None = None) -> dict[str, torch.Tensor]:
+    """Return the average of each parameter, in the parameter's type, on its device or another
+    `place`. All workers call it. Network: the bytes of the parameters. Raises StateWithdrawn, on
+    all, if a part is lost."""
     shards, average, device = work.shards, work.job.average, work.job.device
     assert average
     owners = senders(shards.sizes, all_held(world, work.state, work.events))
-    found = {name: mine.to(average.parameters[name].dtype, copy=True)
+    found = {name: mine.to(place or mine.device, average.parameters[name].dtype, copy=True)
              for name, mine in average.weights.items()
              if world.size == 1 or name not in shards.block_of}
     if world.size == 1:
@@ -38,12 +40,12 @@ def gathered_average(world: World, work: Work) -> dict[str, torch.Tensor]:
                for block in blocks if owners[block] == world.rank for p in moved[block]]
         for _, p, value in received(world, {block: owners[block] for block in blocks}, moved,
                                     bytes_of(own, device)):
-            found[names[id(p)]] = torch.empty_like(p, requires_grad=False).copy_(value)
+            room = torch.empty_like(p, device=place or p.device, requires_grad=False)
+            found[names[id(p)]] = room.copy_(value)
     return found
 
 
 def keep_whole(world: World, work: Work) -> None:
     """Let each worker have the average of a run whose last step is done. All workers call it."""
     if (average := work.job.average) and average.is_sharded and average.updates:
-        average.whole = {name: value.cpu()
-                         for name, value in gathered_average(world, work).items()}
+        average.whole = gathered_average(world, work, "cpu")

@@ -61,6 +61,10 @@ from elastic_trainer.world.drivers import driver_of
 from elastic_trainer.world.place import MAX_ERROR_CHARACTERS, Driver
 from elastic_trainer.world.replicas import ReplicaDiffers
 
+LOST_AVERAGE = (
+    "a part of the averaged weights was lost with all workers that had it, while averaged() waited "
+    "for it. Start the run again: the same command resumes it from the newest checkpoint.")
+
 
 class Worker:
     """One worker: its place in the run, and its loop."""
@@ -364,5 +368,5 @@ def whole_average(worker: Worker,
     match draw():
         case Evaluated() as evaluated:
             return evaluated.means
-        case stage:
-            raise AssertionError(f"{stage} in place of the averaged weights")
+        case _:  # under plain horovodrun the processes have gone back
+            raise RuntimeError(LOST_AVERAGE)

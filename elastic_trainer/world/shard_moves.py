@@ -33,10 +33,13 @@ PIECE_BYTES = 256 << 20
 """The most bytes that one worker sends to another in one collective."""
 
 
-def held_by_rank(world: World, shards: Shards) -> list[set[int]]:
-    """Return the blocks that each rank holds. Network: one allgather."""
+def held_by_rank(world: World, state: LiveState) -> list[set[int]]:
+    """Return the blocks that each rank holds: none without the run's values, whatever a restore
+    that broke was to bring. Network: one allgather."""
+    shards = state.shards
+    assert shards
     mine = torch.zeros(len(shards.blocks), dtype=torch.uint8)
-    mine[list(shards.held)] = 1
+    mine[list(shards.held) if state.has_state else []] = 1
     everyone = world.allgather(mine, "shards.held") if world.size > 1 else mine
     return [set(row.nonzero().view(-1).tolist()) for row in everyone.view(world.size, -1)]
 

@@ -167,7 +167,7 @@ class _Writer:
         return self._form(form, where, depth) if form else self._bytes_of(value, where)
 
     def _bare(self, value: torch.Tensor, where: str, depth: int) -> Any:
-        if why := storage_refusal(value):
+        if (why := storage_refusal(value)) and not (value.is_meta and self._lacks):
             raise CannotKeep(f"{where[1:]} is {why}")
         self._parts.append(value)
         return self._bytes_of(value, where)

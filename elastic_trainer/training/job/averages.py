@@ -32,6 +32,8 @@ from elastic_trainer.state.values.names import named_parameters
 
 SHOWN = ("a step ended, and the averaged weights are still in the model. Leave the block `with "
          "trainer.averaged()` before the step ends.")
+PART = ("this worker has a part of the averaged weights: the run was finished without it. Export "
+        "them from the last checkpoint: elastic-trainer checkpoints export --averaged.")
 Gather = Callable[[], "dict[str, torch.Tensor] | None"]
 """Returns the whole average, in the types of the parameters; None: this worker has it."""
 NOT_AVERAGED = ("no weights are averaged: neither ema nor swa is given. Use ema=0.999, or "
@@ -96,6 +98,11 @@ class Average:
                     self._mean([mine], [now.to(mine.dtype)], count)
         self.updates += 1
 
+    @property
+    def lacks_parts(self) -> bool:
+        """True if this worker has a part of the average, and other workers the others."""
+        return self.updates > 0 and len(self.whole or self.weights) < len(self.parameters)
+
     def _copies(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().to(self._type(p), copy=True)
                 for name, p in self.parameters.items() if self.holds(name)}
@@ -134,9 +141,12 @@ class Average:
                                "trainer.averaged()`, not one in another.")
         # What a BatchNorm refresh or the user's code writes to is a copy.
         if gather and (every := gather()) is not None:
-            self._aside = [(p, every[name]) for name, p in self.parameters.items()]
+            # Who has gathered them holds the dict until the next step.
+            self._aside = [(p, every.pop(name)) for name, p in self.parameters.items()]
         else:
             every = self.whole or self.weights
+            if self.lacks_parts:
+                raise RuntimeError(PART)
             self._aside = [(p, every[name].to(p.device, p.dtype, copy=True))
                            for name, p in self.parameters.items()]
         self._aside += [(b, b.detach().clone()) for b in self._model.buffers()]
