@@ -75,8 +75,8 @@ class Shards:
                          for number in block}
         self.averages: dict[str, torch.Tensor] = {}
         """The averages of parameters that this worker has. `Average` has the same dict."""
-        self.averages_at = ""
-        """Where a state has them (extras/ema/weights/); "": no weights are averaged."""
+        self.average = ""
+        """The extra in which a state has them (ema, swa); "": no weights are averaged."""
         self.held: set[int] = set()
         self.holders: Holders = [(0,)] * len(self.blocks)
         """The ranks of this generation that hold each block; the first one owns it."""
@@ -154,14 +154,13 @@ class Shards:
 
     def keep_averages(self, name: str, averages: dict[str, torch.Tensor]) -> None:
         """Hold the averages of parameters, too, in a dict that a state has in its extra `name`."""
-        self.averages, self.averages_at = averages, f"extras/{name}/weights/"
+        self.averages, self.average = averages, name
 
-    def take_averages(self, averages: Mapping[str, torch.Tensor]) -> None:
-        """Take over the averages of some parameters. Those of the others stay."""
-        parameters = dict(zip(self.names, self.parameters, strict=True))
-        for name, value in averages.items():
-            room = torch.empty_like(parameters[name], dtype=value.dtype, requires_grad=False)
-            self.averages[name] = room.copy_(value)
+    def take_averages(self, block: int, averages: Mapping[str, torch.Tensor]) -> None:
+        """Take over the averages of the parameters of a block, if there are any."""
+        for name, p in self.of(block) if averages else ():
+            room = torch.empty_like(p, dtype=averages[name].dtype, requires_grad=False)
+            self.averages[name] = room.copy_(averages[name])
 
     def entries(self, blocks: Iterable[int]) -> Entries:
         """Return the entries of some blocks (nothing is copied)."""
@@ -211,8 +210,8 @@ class Shards:
 
     def _name_at(self, place: str) -> str | None:
         place = place.removeprefix("/")
-        if self.averages_at and place.startswith(self.averages_at):
-            name = place.removeprefix(self.averages_at)
+        if self.average and place.startswith(at := f"extras/{self.average}/weights/"):
+            name = place.removeprefix(at)
             return name if name in self.block_of else None
         if not place.startswith(STATE):
             return None
@@ -230,8 +229,7 @@ def with_entries(shards: Shards | None, values: dict[str, Any],
     those."""
     if shards and entries is not None:
         values["optimizer"] |= {"state": entries.optimizer}
-        if shards.averages_at:
-            extra = values["extras"][shards.averages_at.split("/")[1]]
-            extra["weights"] = entries.averages | {
+        if shards.average:
+            values["extras"][shards.average]["weights"] = entries.averages | {
                 name: one for name, one in shards.averages.items() if name not in shards.block_of}
     return values

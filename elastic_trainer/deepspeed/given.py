@@ -91,11 +91,11 @@ def values_of(file: str | Path | dict[str, Any] | None) -> tuple[dict[str, Any],
 def _as_json(values: dict[str, Any]) -> dict[str, Any]:
     """Return what a file with these values would give. Raises ConfigError."""
     try:
-        read: dict[str, Any] = json.loads(json.dumps(values))
+        found: dict[str, Any] = json.loads(json.dumps(values))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"from_deepspeed() got a dict that is no JSON: {error}. Give it what "
                           f"json.load() returns.") from None
-    return read
+    return found
 
 
 def is_given(file: str | Path | dict[str, Any] | None) -> bool:

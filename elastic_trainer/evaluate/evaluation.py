@@ -227,7 +227,7 @@ class Evaluations:
         if request:
             mine |= {"wants": len(self._results), "done": sorted(request.done),
                      "of": [request.what, request.batches, request.samples]}
-        plans = self._meet(mine) if request else gathered(world, mine)
+        plans = self._meet(mine, request.what) if request else gathered(world, mine)
         wanting = [rank for rank, plan in enumerate(plans) if plan["wants"] is not None]
         if not wanting:
             return False
@@ -263,7 +263,7 @@ class Evaluations:
             yield Evaluated(means)
         return True
 
-    def _meet(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    def _meet(self, mine: dict[str, Any], what: str) -> list[dict[str, Any]]:
         """Gather what the workers want. Raises RuntimeError if they do not come: their code has
         gone on to the next step, and no collective would ever end."""
         world = self._world()
@@ -272,8 +272,7 @@ class Evaluations:
             return gathered(world, mine)
         except TooLate:
             raise RuntimeError(
-                f"rank {world.rank} called {self.request and self.request.what}() after step "
-                f"{self._step}, and another worker "
+                f"rank {world.rank} called {what}() after step {self._step}, and another worker "
                 f"has not within {self._patience_s:g} s. {ON_ALL} If its code takes so long, set "
                 f"stuck_s in ELASTIC_TRAINER_LIMITS.") from None
         finally:

@@ -216,7 +216,6 @@ class Judge:
         self.lineage.check_world(step, event["size"])
         self.due.check(step)
         if not event.get("repeated"):
-            self.programs.trained(event["attempt"])
             self.lineage.check_first(step)
         elif step.step == self.next:
             self.repeated_lines += 1  # its first writer died before it wrote the line
@@ -224,6 +223,7 @@ class Judge:
             self.repeated_lines += 1
             self._check_repeat(step)
             return
+        self.programs.trained(event["attempt"])
         self._check_order(step)
         self._check_against_dropped(step)
         self.kept.put(step)

@@ -56,7 +56,7 @@ def move_shards(world: World, state: LiveState, held: Sequence[set[int]], events
             received += blob.numel()
             entries = _read(blob)
             state.optimizer_values.take(entries.optimizer)
-            shards.take_averages(entries.averages)
+            shards.take_averages(block, entries.averages)
             shards.held.add(block)
     if moves:
         await_all(world, "shards.moved")
