@@ -23,7 +23,9 @@ from typing import IO, Any
 
 from faults import RELEASED, Plan, asked_for
 from folds import host_seconds
+from forks import OF_A_DRIVER, forked
 
+from elastic_trainer.driver.standby_shim import through_shim
 from elastic_trainer.events.log import EVENTS_FILE, read_events
 from elastic_trainer.events.schema import flaw, misfit, parse_object
 from elastic_trainer.events.segments import Reader
@@ -91,8 +93,9 @@ def is_running(pid: int) -> bool:
 def run_alone(command: Sequence[str | Path], folder: Path, timeout_s: float | None = 300) -> str:
     """Run a command that no launcher has started; return what it printed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
-    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True,
-                          timeout=timeout_s)
+    env = OF_A_DRIVER | env | forked(command, folder)
+    done = subprocess.run(through_shim([*map(str, command)], env, is_local=True), env=env,
+                          cwd=folder, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -110,7 +113,7 @@ class Cluster:
                  start_with: int | None = None, min_workers: int = 2, job: Sequence[str] = (),
                  plan: Plan | None = None, discovery: str | None = None,
                  options: Sequence[str] = (), command: Sequence[str] | None = None,
-                 run: str = "run", limits: str = PATIENT):
+                 run: str = "run", limits: str = PATIENT, forks: bool = True):
         self.folder, self.run_dir = folder, folder / "runs" / run
         self.plan = plan or Plan()
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,16 +121,18 @@ class Cluster:
         self.all_hosts = list(names) or [f"127.0.0.{number}" for number in range(1, hosts + 1)]
         start_with = start_with or len(self.all_hosts)
         self.set_hosts(self.all_hosts[:start_with])
+        worker = command or [*JOB, *job]
         self.command = [sys.executable, "-m", "elastic_trainer", "run", "--run", run,
                         "--runs-dir", str(folder / "runs"), "--host-discovery-script", discovery
                         or f"{TESTS / 'print_hosts.sh'} {self.hosts_file}", "-np",
-                        str(start_with), "--min-np", str(min_workers), *options, "--",
-                        *(command or [*JOB, *job])]
+                        str(start_with), "--min-np", str(min_workers), *options, "--", *worker]
         self.env = os.environ | {"ELASTIC_TEST_PLAN": self.plan.to_json(),
                                  "ELASTIC_TEST_FOLDER": str(folder)}
         self.seats = SEATS
         if "PYTEST_CURRENT_TEST" in os.environ:
             self.env["ELASTIC_TRAINER_LIMITS"] = limits
+            if forks and "--standby" not in options:
+                self.env |= forked(worker, folder)
             self.seats = 1 if limits else HASTY_SEATS
         self.process: subprocess.Popen[bytes] | None = None
         self._told: list[dict[str, Any]] = []

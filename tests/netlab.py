@@ -479,7 +479,7 @@ class Fleet(Cluster):
                  own_disks: bool = False, limits: str = "", **options: Any):
         self.lab = lab
         # Ssh has limits of its own, just above ours.
-        super().__init__(folder, names=names, limits=limits, **options)
+        super().__init__(folder, names=names, limits=limits, forks=False, **options)
         (folder / "runs").mkdir(exist_ok=True)
         lab.hidden = str(folder / "runs") if own_disks else ""
         self.env |= {"PYTHONPATH": lab.python_path()}

@@ -42,7 +42,7 @@ class PodFleet(Cluster):
 
     def __init__(self, lab: Lab, folder: Path, kubernetes: ControlPlane, workers: int,
                  job: Sequence[str], variant: str, secrets: Mapping[str, Mapping[str, str]]):
-        super().__init__(folder, run="demo")
+        super().__init__(folder, run="demo", forks=False)
         self.objects = kustomized(variant)
         self.secrets = secrets
         self.jobs = {name: name if one["kind"] == "Job" else f"{one['metadata']['name']}-{name}-0"

@@ -76,7 +76,7 @@ class Run(Cluster):
 
     def __init__(self, folder: Path, agents: Agents):
         self.agents = agents
-        super().__init__(folder, names=FOUR, job=JOB, options=[
+        super().__init__(folder, names=FOUR, job=JOB, forks=False, options=[
             "--reach", "agent", "--agent-key-file", str(agents.key)])
 
     def set_hosts(self, hosts: Sequence[str]) -> None:

@@ -1,0 +1,237 @@
+"""Workers that boot in 0.1 s of a core, and not in 2: forks of a process that has imported torch.
+
+Cluster → driver → the product's shim (driver/standby_shim.py) → here, in the place of a standby's
+monitor → a worker, in a process of its own
+
+A whole run of the tests starts a thousand workers. Their imports were half of its work.
+
+What always holds:
+1. A worker is forked before its script's first line. It has a session, an environment, a folder and
+   an output of its own, and runs the script as `python script.py` does.
+2. A variable that Python or a library reads when it is started or imported has the same value here.
+   If not, the command is run as it is.
+3. Addresses, and with them the order of a set of objects, differ from worker to worker, as they do
+   in processes that boot.
+
+No bench uses it, and no test that starts a run in another way than by `Cluster`.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import ctypes
+import gc
+import importlib.util
+import os
+import random
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+
+from elastic_trainer.config import ALLOCATOR, HASH_SEED
+from elastic_trainer.driver import standby_shim
+from elastic_trainer.host.parent import end_with_parent
+from elastic_trainer.host.stacks import FAULTHANDLER
+from elastic_trainer.world.standby import NAME_BYTES, VARIABLE, read_environment, write_name
+
+AT_START = ("CUDA_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_",
+            "PYTHON", "PYTORCH_", "TORCH")
+"""How the variables begin that are read when a process starts, or imports what is below."""
+EACH = ("import horovod.torch, numpy, pydantic, rich.progress",
+        "import elastic_trainer.training.trainer")
+COSTLY = ("elastic_trainer.adapters", "lightning", "peft", "torchmetrics", "transformers")
+"""Packages whose imports take another second of a core, or several."""
+ANSWER_S = 5.0
+OF_A_DRIVER = ALLOCATOR | HASH_SEED | FAULTHANDLER
+"""The variables that a driver gives its workers, unless the user sets them."""
+
+_moved: list[list[bytearray]] = []
+
+
+# --- in the process of the tests ------------------------------------------------------------------
+
+def forked(command: Sequence[str | Path], folder: Path) -> dict[str, str]:
+    """Return the variables with which the shim, in this folder, has a server fork a command's
+    process. {}: this is no test, or the command is no script; the process boots."""
+    words = [*map(str, command)]
+    script = script_of(words)
+    if not script or "PYTEST_CURRENT_TEST" not in os.environ:
+        return {}
+    standbys = folder / "forks"
+    standbys.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = standby_shim.command_name(words, str(folder.resolve()))
+    with suppress(FileExistsError):
+        (standbys / f"{name}-0.sock").symlink_to(_server(imports_of(script)))
+    return {standby_shim.FOLDER_VARIABLE: str(standbys)}
+
+
+def script_of(command: Sequence[str]) -> Path | None:
+    """Return the file of `python script.py …` or `python -m module …`."""
+    match command:
+        case [sys.executable, "-m", module, *_]:
+            spec = importlib.util.find_spec(module)
+            return Path(spec.origin) if spec and spec.origin else None
+        case [sys.executable, script, *_] if script.endswith(".py"):
+            return Path(script)
+    return None
+
+
+@cache
+def imports_of(script: Path) -> tuple[str, ...]:
+    """Return what the server imports that forks a script's processes."""
+    text = script.read_text()
+    cut = "import quick_boot" in text
+    own = [ast.unparse(line) for line in ast.parse(text).body
+           if isinstance(line, ast.Import) and line.names[0].name.startswith(COSTLY)
+           or isinstance(line, ast.ImportFrom) and (line.module or "").startswith(COSTLY)]
+    return "import quick_boot" if cut else "import torch._dynamo", *EACH, *own
+
+
+@cache
+def _server(imports: tuple[str, ...]) -> Path:
+    """Start a server of this process, and wait until it has imported all; returns its address."""
+    address = Path(tempfile.mkdtemp(prefix="forks-"), "socket")
+    code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import forks; "
+            f"forks.Server({str(address)!r}).serve({imports!r})")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=OF_A_DRIVER | os.environ | {"PYTHONUNBUFFERED": "1", VARIABLE: "-" * NAME_BYTES})
+    assert process.stdout and process.stdout.readline() == b"ready\n"
+    atexit.register(process.communicate)  # it ends with its standard input
+    return address
+
+
+# --- in the server --------------------------------------------------------------------------------
+
+class Server:
+    """Forks a worker for each shim that asks, until standard input ends."""
+
+    def __init__(self, address: str):
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener.bind(address)
+        self.listener.listen(64)
+        self.events = selectors.PollSelector()
+        self.events.register(sys.stdin, selectors.EVENT_READ, sys.exit)
+        self.events.register(self.listener, selectors.EVENT_READ, self.take)
+
+    def serve(self, imports: Sequence[str]) -> None:
+        """Import all that the scripts import, and answer."""
+        for line in imports:
+            exec(line, {})
+        gc.collect()
+        gc.freeze()
+        print("ready", flush=True)
+        while True:
+            for key, _ in self.events.select():
+                key.data()
+
+    def take(self) -> None:
+        """Fork a worker for a shim, unless its environment has what only a start can change."""
+        shim, _ = self.listener.accept()
+        shim.settimeout(ANSWER_S)
+        _, (given, *streams), _, _ = socket.recv_fds(shim, 64, 4)
+        environment = read_environment(given)
+        if at_start(environment) == at_start(os.environ):
+            shim.send(b"taken")
+            if shim.recv(64) == b"mine":
+                self.fork(shim, environment, streams)
+        for descriptor in (given, *streams):
+            os.close(descriptor)
+
+    def fork(self, shim: socket.socket, environment: Mapping[str, str],
+             streams: Sequence[int]) -> None:
+        """Fork the worker of a shim."""
+        pid, *_ = struct.unpack("3i", shim.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        # python -S -I standby_shim.py python script.py …
+        script = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[5:-1]
+        folder = os.readlink(f"/proc/{pid}/cwd")
+        worker = os.fork()
+        if worker == 0:
+            # Their numbers are closed, and become others': no object may close them once more.
+            for key in self.events.get_map().values():
+                if isinstance(key.fileobj, socket.socket):
+                    key.fileobj.detach()
+            shim.detach()
+            become(script, folder, environment, streams)
+        end = os.pidfd_open(worker)  # ready when the process has ended
+        self.events.register(shim, selectors.EVENT_READ, partial(self.hear, shim, worker))
+        self.events.register(end, selectors.EVENT_READ, partial(self.end, shim, worker, end))
+
+    def hear(self, shim: socket.socket, pid: int) -> None:
+        """Pass on a signal. A shim that has ended takes its worker with it."""
+        with suppress(ConnectionResetError):
+            message, _, number = shim.recv(64).partition(b" ")
+            if message == b"signal":
+                os.kill(pid, int(number))
+                return
+        self.events.unregister(shim)
+        kill(pid)
+
+    def end(self, shim: socket.socket, pid: int, end: int) -> None:
+        """Report a worker's end. What it has started ends with it."""
+        kill(pid)
+        self.events.unregister(end)
+        os.close(end)
+        _, status = os.waitpid(pid, 0)
+        with suppress(OSError):
+            shim.send(b"ended %d" % status)
+        with suppress(KeyError):
+            self.events.unregister(shim)
+        shim.close()
+
+
+def at_start(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are read when a process starts. One changes nothing here."""
+    return {name: value for name, value in environment.items()
+            if name.startswith(AT_START) and name != "PYTHONUNBUFFERED"}
+
+
+def kill(pid: int) -> None:
+    """Kill a worker that was not waited for, and what it has started."""
+    for kills in os.killpg, os.kill:  # before setsid it has no group
+        with suppress(ProcessLookupError):
+            kills(pid, signal.SIGKILL)
+
+
+def become(script: Sequence[str], folder: str, environment: Mapping[str, str],
+           streams: Sequence[int]) -> None:
+    """Run a script, in a fork, as Python does in a process of its own; then end."""
+    end_with_parent(signal.SIGKILL)
+    os.setsid()
+    os.chdir(folder)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.closerange(3, 4096)
+    os.environ.clear()
+    os.environ.update(environment)
+    write_name(environment)
+    shift_addresses()
+    sys.modules["numpy"].random.seed()  # Python's own begins anew by itself
+    sys.orig_argv[:] = [sys.executable, *script]
+    sys.argv[:] = ["-m", *script[2:]] if script[0] == "-m" else script
+    sys.path.remove(str(Path(__file__).parent))
+    # As Python begins: what is raised is shown without a frame of ours.
+    python, libc = ctypes.pythonapi, ctypes.CDLL(None)
+    if script[0] == "-m":
+        sys.path[0] = folder
+        code = f"import runpy; runpy._run_module_as_main({script[1]!r})"
+        sys.exit(-python.PyRun_SimpleStringFlags(code.encode(), None))
+    sys.path[0] = str(Path(script[0]).parent)
+    libc.fopen.restype = ctypes.c_void_p
+    file = ctypes.c_void_p(libc.fopen(script[0].encode(), b"rb"))
+    sys.exit(-python.PyRun_SimpleFileExFlags(file, script[0].encode(), 1, None))
+
+
+def shift_addresses() -> None:
+    """Take a random number of blocks of each size that Python has pools for."""
+    _moved.append([bytearray(size) for size in range(16, 513, 16)
+                   for _ in range(random.randrange(64))])
