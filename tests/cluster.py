@@ -42,10 +42,10 @@ measures with the defaults."""
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs", "program_differs")
 
 
-SEATS = 3
+SEATS = 5
 """The number of runs at the same time: a run waits half of its time, and the others have the cores
 then."""
-HASTY_SEATS = 2
+HASTY_SEATS = 3
 """What a run takes that has the time limits of a user's, as those of the lab have."""
 MILESTONES = ("attempt.", "discovery.", "driver.generation_formed", "driver.host_",
               "driver.stopped", "driver.worker_")
