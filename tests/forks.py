@@ -34,8 +34,10 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import NoReturn
 
 from elastic_trainer.config import ALLOCATOR, HASH_SEED
 from elastic_trainer.driver import standby_shim
@@ -99,18 +101,32 @@ def imports_of(script: Path) -> tuple[str, ...]:
 @cache
 def _server(imports: tuple[str, ...]) -> Path:
     """Start a server of this process, and wait until it has imported all; returns its address."""
-    address = Path(tempfile.mkdtemp(prefix="forks-"), "socket")
+    folder = tempfile.TemporaryDirectory(prefix="forks-")
+    address = Path(folder.name, "socket")
     code = (f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import forks; "
             f"forks.Server({str(address)!r}).serve({imports!r})")
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         env=OF_A_DRIVER | os.environ | {"PYTHONUNBUFFERED": "1", VARIABLE: "-" * NAME_BYTES})
     assert process.stdout and process.stdout.readline() == b"ready\n"
+    atexit.register(folder.cleanup)
     atexit.register(process.communicate)  # it ends with its standard input
     return address
 
 
 # --- in the server --------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Place:
+    """What a worker is given by its shim."""
+
+    command: list[str]
+    """Behind `python`."""
+    folder: str
+    environment: dict[str, str]
+    streams: list[int]
+    """Standard input, output and error."""
+
 
 class Server:
     """Forks a worker for each shim that asks, until standard input ends."""
@@ -122,46 +138,47 @@ class Server:
         self.events = selectors.PollSelector()
         self.events.register(sys.stdin, selectors.EVENT_READ, sys.exit)
         self.events.register(self.listener, selectors.EVENT_READ, self.take)
+        self.place: Place | None = None
+        """In a fork: its place."""
 
     def serve(self, imports: Sequence[str]) -> None:
-        """Import all that the scripts import, and answer."""
+        """Import all that the scripts import, and answer. Returns in no process."""
         for line in imports:
             exec(line, {})
         gc.collect()
         gc.freeze()
         print("ready", flush=True)
-        while True:
-            for key, _ in self.events.select():
-                key.data()
+        while self.place is None:
+            key, _ = self.events.select()[0]  # what it does may end another one
+            key.data()
+        become(self.place)
 
     def take(self) -> None:
         """Fork a worker for a shim, unless its environment has what only a start can change."""
         shim, _ = self.listener.accept()
         shim.settimeout(ANSWER_S)
-        _, (given, *streams), _, _ = socket.recv_fds(shim, 64, 4)
-        environment = read_environment(given)
-        if at_start(environment) == at_start(os.environ):
-            shim.send(b"taken")
-            if shim.recv(64) == b"mine":
-                self.fork(shim, environment, streams)
-        for descriptor in (given, *streams):
-            os.close(descriptor)
+        descriptors: list[int] = []
+        with suppress(OSError):  # it has ended
+            message, descriptors, _, _ = socket.recv_fds(shim, 64, 4)
+            if message == b"take" and (place := place_of(shim, *descriptors)):
+                shim.send(b"taken")
+                if shim.recv(64) == b"mine":
+                    self.fork(shim, place)
+        if self.place is None:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
-    def fork(self, shim: socket.socket, environment: Mapping[str, str],
-             streams: Sequence[int]) -> None:
+    def fork(self, shim: socket.socket, place: Place) -> None:
         """Fork the worker of a shim."""
-        pid, *_ = struct.unpack("3i", shim.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        # python -S -I standby_shim.py python script.py …
-        script = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[5:-1]
-        folder = os.readlink(f"/proc/{pid}/cwd")
         worker = os.fork()
         if worker == 0:
+            self.place = place
             # Their numbers are closed, and become others': no object may close them once more.
             for key in self.events.get_map().values():
                 if isinstance(key.fileobj, socket.socket):
                     key.fileobj.detach()
             shim.detach()
-            become(script, folder, environment, streams)
+            return
         end = os.pidfd_open(worker)  # ready when the process has ended
         self.events.register(shim, selectors.EVENT_READ, partial(self.hear, shim, worker))
         self.events.register(end, selectors.EVENT_READ, partial(self.end, shim, worker, end))
@@ -189,6 +206,16 @@ class Server:
         shim.close()
 
 
+def place_of(shim: socket.socket, environment: int, *streams: int) -> Place | None:
+    """Return the place of a shim. None: a variable differs that is read at a start."""
+    credentials = shim.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    process = Path("/proc", str(struct.unpack("3i", credentials)[0]))
+    # python -S -I standby_shim.py python …
+    command = (process / "cmdline").read_text().split("\0")[5:-1]
+    place = Place(command, os.readlink(process / "cwd"), read_environment(environment), [*streams])
+    return place if at_start(place.environment) == at_start(os.environ) else None
+
+
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are read when a process starts. One changes nothing here."""
     return {name: value for name, value in environment.items()
@@ -202,33 +229,33 @@ def kill(pid: int) -> None:
             kills(pid, signal.SIGKILL)
 
 
-def become(script: Sequence[str], folder: str, environment: Mapping[str, str],
-           streams: Sequence[int]) -> None:
-    """Run a script, in a fork, as Python does in a process of its own; then end."""
+def become(place: Place) -> NoReturn:
+    """Run a command, in a fork, as Python does in a process of its own; then end."""
     end_with_parent(signal.SIGKILL)
     os.setsid()
-    os.chdir(folder)
-    for number, stream in enumerate(streams):
+    os.chdir(place.folder)
+    for number, stream in enumerate(place.streams):
         os.dup2(stream, number)
     os.closerange(3, 4096)
     os.environ.clear()
-    os.environ.update(environment)
-    write_name(environment)
+    os.environ.update(place.environment)
+    write_name(place.environment)
     shift_addresses()
     sys.modules["numpy"].random.seed()  # Python's own begins anew by itself
-    sys.orig_argv[:] = [sys.executable, *script]
-    sys.argv[:] = ["-m", *script[2:]] if script[0] == "-m" else script
+    script, *arguments = place.command
+    sys.orig_argv[:] = [sys.executable, script, *arguments]
     sys.path.remove(str(Path(__file__).parent))
     # As Python begins: what is raised is shown without a frame of ours.
     python, libc = ctypes.pythonapi, ctypes.CDLL(None)
-    if script[0] == "-m":
-        sys.path[0] = folder
-        code = f"import runpy; runpy._run_module_as_main({script[1]!r})"
+    if script == "-m":
+        module, *arguments = arguments
+        sys.argv[:], sys.path[0] = ["-m", *arguments], place.folder
+        code = f"import runpy; runpy._run_module_as_main({module!r})"
         sys.exit(-python.PyRun_SimpleStringFlags(code.encode(), None))
-    sys.path[0] = str(Path(script[0]).parent)
+    sys.argv[:], sys.path[0] = [script, *arguments], str(Path(script).parent)
     libc.fopen.restype = ctypes.c_void_p
-    file = ctypes.c_void_p(libc.fopen(script[0].encode(), b"rb"))
-    sys.exit(-python.PyRun_SimpleFileExFlags(file, script[0].encode(), 1, None))
+    file = ctypes.c_void_p(libc.fopen(script.encode(), b"rb"))
+    sys.exit(-python.PyRun_SimpleFileExFlags(file, script.encode(), 1, None))
 
 
 def shift_addresses() -> None:
