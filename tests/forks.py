@@ -48,8 +48,10 @@ from elastic_trainer.world.standby import NAME_BYTES, VARIABLE, read_environment
 AT_START = ("CUDA_", "GLIBC_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_",
             "PYTHON", "PYTORCH_", "TORCH")
 """How the variables begin that are read when a process starts, or imports what is below."""
-EACH = ("import horovod.torch, numpy, pydantic, rich.progress",
-        "import elastic_trainer.training.trainer")
+EACH = ("import horovod.torch, numpy, rich.progress",
+        "from pydantic import TypeAdapter, dataclasses",
+        "import elastic_trainer.data.tar, elastic_trainer.training.trainer, "
+        "elastic_trainer.setup.target")
 COSTLY = ("elastic_trainer.adapters", "lightning", "peft", "torchmetrics", "transformers")
 """Packages whose imports take another second of a core, or several."""
 ANSWER_S = 5.0
