@@ -42,7 +42,7 @@ measures with the defaults."""
 HEALTHY_ENDS = ("finished", "left", "stopped", "host_left", "arithmetic_differs", "program_differs")
 
 
-SEATS = 5
+SEATS = 4
 """The number of runs at the same time: a run waits half of its time, and the others have the cores
 then."""
 HASTY_SEATS = 3

@@ -38,8 +38,8 @@ FIRST = ("test_netlab", "test_slurm_cluster", "test_faults", "test_same_bits", "
          "test_ray_cluster", "test_replica_faults", "test_stores", "test_transformers_faults",
          "test_store_faults", "test_sharded_faults", "test_web")
 """Files that take minutes, and those of the end of the alphabet that take more than one. A run in
-the lab of hosts takes three of the machine's five seats (cluster.py), so no more than two of the
-files beside it have runs of their own."""
+the lab of hosts takes three of the machine's four seats (cluster.py), so no more than one of the
+files beside it has runs of its own."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -13,7 +13,8 @@ What always holds:
 3. Addresses, and with them the order of a set of objects, differ from worker to worker, as they do
    in processes that boot.
 
-No bench uses it, and no test that starts a run in another way than by `Cluster`.
+No bench uses it, unless a test runs the bench. No test uses it that starts a run in another way
+than by `Cluster`.
 """
 
 from __future__ import annotations
