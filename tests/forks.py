@@ -66,10 +66,11 @@ _moved: list[list[bytearray]] = []
 
 def forked(command: Sequence[str | Path], folder: Path) -> dict[str, str]:
     """Return the variables with which the shim, in this folder, has a server fork a command's
-    process. {}: this is no test, or the command is no script; the process boots."""
+    process. {}: this is no test, or the command is no script, or needs the compiler that
+    quick_boot.py leaves out; the process boots."""
     words = [*map(str, command)]
     script = script_of(words)
-    if not script or "PYTEST_CURRENT_TEST" not in os.environ:
+    if not script or "--compile" in words or "PYTEST_CURRENT_TEST" not in os.environ:
         return {}
     standbys = folder / "forks"
     standbys.mkdir(mode=0o700, parents=True, exist_ok=True)

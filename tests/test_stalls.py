@@ -102,7 +102,8 @@ def test_each_hang_is_named_and_what_hangs_for_good_is_replaced(tmp_path: Path) 
             host(rank), rank, phase, "answers"), one
         assert "micro-batch" in one["what"] and line in one["stacks"][one["worker"]]
         assert len(one["waiting"]) == 3
-    assert (gil["host"], gil["phase"], gil["state"]) == (host(3), "forward", "silent"), gil
+    # Its newest phase may not have been sent: the thread that sends it needs the GIL, too.
+    assert (gil["host"], gil["state"]) == (host(3), "silent") and gil["phase"] in PHASES, gil
     assert "in loss" in gil["stacks"][gil["worker"]]
     assert (stop["host"], stop["rank"], stop["state"]) == (host(2), 2, "stopped"), stop
     assert stop["phase"] in PHASES
