@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from faults import RELEASED, Plan, asked_for
 from folds import host_seconds
-from forks import OF_A_DRIVER, forked
+from forks import OF_A_DRIVER, allow, forked
 
 from elastic_trainer.driver.standby_shim import through_shim
 from elastic_trainer.events.log import EVENTS_FILE, read_events
@@ -94,6 +94,7 @@ def run_alone(command: Sequence[str | Path], folder: Path, timeout_s: float | No
     """Run a command that no launcher has started; return what it printed."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "ELASTIC_"))}
     env = OF_A_DRIVER | env | forked(command, folder)
+    allow(folder, 1)
     done = subprocess.run(through_shim([*map(str, command)], env, is_local=True), env=env,
                           cwd=folder, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stderr
@@ -119,7 +120,7 @@ class Cluster:
         folder.mkdir(parents=True, exist_ok=True)
         self.hosts_file = folder / "hosts"
         self.all_hosts = list(names) or [f"127.0.0.{number}" for number in range(1, hosts + 1)]
-        start_with = start_with or len(self.all_hosts)
+        self.start_with = start_with = start_with or len(self.all_hosts)
         self.set_hosts(self.all_hosts[:start_with])
         worker = command or [*JOB, *job]
         self.command = [sys.executable, "-m", "elastic_trainer", "run", "--run", run,
@@ -165,7 +166,8 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
 
     def start(self) -> None:
-        """Start the run, or resume it."""
+        """Start the run, or resume it. Its first workers are forked (forks.py)."""
+        allow(self.folder, self.start_with)
         self.process = subprocess.Popen(self.command, env=self.env,
                                         cwd=self.folder, start_new_session=True,
                                         stdout=open(self.folder / "output.log", "ab"),

@@ -3,7 +3,8 @@
 Cluster → driver → the product's shim (driver/standby_shim.py) → here, in the place of a standby's
 monitor → a worker, in a process of its own
 
-A whole run of the tests starts a thousand workers. Their imports were half of its work.
+A whole run of the tests starts a thousand workers. Their imports were half of its work. Those with
+which a run begins are forked; a newcomer boots (`allow`).
 
 What always holds:
 1. A worker is forked before its script's first line. It has a session, an environment, a folder and
@@ -78,6 +79,13 @@ def forked(command: Sequence[str | Path], folder: Path) -> dict[str, str]:
     with suppress(FileExistsError):
         (standbys / f"{name}-0.sock").symlink_to(_server(imports_of(script)))
     return {standby_shim.FOLDER_VARIABLE: str(standbys)}
+
+
+def allow(folder: Path, count: int) -> None:
+    """Let the next processes of this folder be forked, so many. Those after them boot: that a
+    newcomer comes after some steps, and not at once, is what tests of a death wait for."""
+    if (folder / "forks").is_dir():
+        (folder / "forks" / "left").write_text(str(count))
 
 
 def script_of(command: Sequence[str]) -> Path | None:
@@ -211,13 +219,19 @@ class Server:
 
 
 def place_of(shim: socket.socket, environment: int, *streams: int) -> Place | None:
-    """Return the place of a shim. None: a variable differs that is read at a start."""
+    """Return the place of a shim. None: no more may be forked there, or a variable differs that is
+    read at a start."""
     credentials = shim.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     process = Path("/proc", str(struct.unpack("3i", credentials)[0]))
     # python -S -I standby_shim.py python …
     command = (process / "cmdline").read_text().split("\0")[5:-1]
     place = Place(command, os.readlink(process / "cwd"), read_environment(environment), [*streams])
-    return place if at_start(place.environment) == at_start(os.environ) else None
+    left = Path(place.folder, "forks", "left")
+    count = int(left.read_text())
+    if count == 0 or at_start(place.environment) != at_start(os.environ):
+        return None
+    left.write_text(str(count - 1))
+    return place
 
 
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:

@@ -203,9 +203,11 @@ def test_evicts_the_worker_when_it_freezes(tmp_path: Path, twin_of: Twin) -> Non
         result = cluster.assert_nothing_lost(twin_of(*FEW), victims=2)
         assert [e["reason"] for e in cluster.events("driver.worker_evicted")] == ["frozen"] * 2
         pauses = cluster.events("worker.pause_ended")
-    assert len(pauses) == 2 and result["steps_redone"] <= 2
-    for paused in pauses:  # all waited for it, for 8 s (PATIENT), and none of it is training
-        assert paused["noticing_s"] > 5.0, paused
+    # All waited for each, for 8 s (PATIENT), and none of it is training. Nobody waits for the new
+    # workers that join.
+    noticed = [paused["noticing_s"] for paused in pauses if paused["noticing_s"]]
+    assert len(noticed) == 2 and min(noticed) > 5.0, pauses
+    assert result["steps_redone"] <= 2
     assert result["pauses"] == [round(paused["duration_s"], 3) for paused in pauses]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cluster import DEADLINE_S, POLL_S, is_running
-from forks import OF_A_DRIVER, forked
+from forks import OF_A_DRIVER, allow, forked
 
 from elastic_trainer.driver.standby_shim import through_shim
 
@@ -41,12 +41,14 @@ ends(sys.argv[1])
 '''
 
 
-def started(folder: Path, how: str, forks: bool, **more: str) -> subprocess.Popen[str]:
+def started(folder: Path, how: str, forks: bool, left: int = 1,
+            **more: str) -> subprocess.Popen[str]:
     """Start the script, in a fork or as it is."""
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(folder / "script.py"), how]
     env = OF_A_DRIVER | os.environ | {"PYTHONUNBUFFERED": "1"}
     env |= (forked(command, folder) if forks else {}) | more
+    allow(folder, left)
     return subprocess.Popen(through_shim(command, env, is_local=True), env=env, cwd=folder,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -106,9 +108,11 @@ def test_a_fork_ends_with_its_shim_and_takes_its_signals(tmp_path: Path) -> None
         time.sleep(POLL_S)
 
 
-def test_a_script_boots_when_a_variable_differs_that_is_read_at_a_start(tmp_path: Path) -> None:
-    """The number of threads, for example. The shim then runs the command as it is."""
-    process = started(tmp_path, "returns", forks=True, OMP_NUM_THREADS="3")
+@pytest.mark.parametrize(("left", "more"), [(1, {"OMP_NUM_THREADS": "3"}), (0, {})])
+def test_a_script_boots_when_a_variable_differs_or_no_more_are_forked(
+        tmp_path: Path, left: int, more: dict[str, str]) -> None:
+    """Of the variables that are read at a start. The shim then runs the command as it is."""
+    process = started(tmp_path, "returns", True, left, **more)
     assert process.wait(DEADLINE_S) == 0
     found = seen(tmp_path)
     assert found["pid"] == process.pid and not found["torch"]
