@@ -57,6 +57,7 @@ EACH = ("import horovod.torch, numpy, rich.progress",
 COSTLY = ("elastic_trainer.adapters", "lightning", "peft", "torchmetrics", "transformers")
 """Packages whose imports take another second of a core, or several."""
 ANSWER_S = 5.0
+"""The time in which a shim must go on. The others wait meanwhile."""
 OF_A_DRIVER = ALLOCATOR | HASH_SEED | FAULTHANDLER
 """The variables that a driver gives its workers, unless the user sets them."""
 

@@ -7,20 +7,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import DEADLINE_S, POLL_S, is_running
+from cluster import DEADLINE_S, is_running
 from forks import OF_A_DRIVER, allow, forked
+from waiting import until
 
 from elastic_trainer.driver.standby_shim import through_shim
 
 SCRIPT = '''
 if False:
     import quick_boot
-import json, os, random, sys, time
+import json, os, random, signal, sys
 open("seen.json", "w").write(json.dumps({
     "argv": sys.argv, "orig_argv": sys.orig_argv, "name": __name__, "file": __file__,
     "path": sys.path, "cwd": os.getcwd(), "environment": dict(os.environ),
@@ -34,8 +34,7 @@ def ends(how):
     if how == "raises":
         raise ValueError("of the script")
     if how == "waits":
-        while True:
-            time.sleep(1)
+        signal.pause()
     sys.exit({"returns": None, "exits": 7, "says": "a text"}[how])
 ends(sys.argv[1])
 '''
@@ -55,11 +54,7 @@ def started(folder: Path, how: str, forks: bool, left: int = 1,
 
 def seen(folder: Path) -> dict[str, Any]:
     """Return what the script has seen, once it is there."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not (folder / "seen").exists():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
-    found: dict[str, Any] = json.loads((folder / "seen").read_text())
+    found: dict[str, Any] = until(lambda: json.loads((folder / "seen").read_text()))
     (folder / "seen").unlink()
     return found
 
@@ -102,10 +97,7 @@ def test_a_fork_ends_with_its_shim_and_takes_its_signals(tmp_path: Path) -> None
     process = started(tmp_path, "waits", forks=True)
     pid = seen(tmp_path)["pid"]
     process.kill()
-    deadline = time.monotonic() + DEADLINE_S
-    while is_running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
+    until(lambda: not is_running(pid))
 
 
 @pytest.mark.parametrize(("left", "more"), [(1, {"OMP_NUM_THREADS": "3"}), (0, {})])

@@ -237,6 +237,7 @@ def test_each_generation_has_its_timelines_when_a_worker_is_killed(
             events, is_closed)
     before, *later = (generations[number] for number in sorted(generations))
     after = later[0]
+    assert len(later) <= 2 and set(later[-1]) <= set(before)
     assert set(before) == {host(rank) for rank in range(4)} and set(after) == set(before) - {
         host(2)}
     assert {name for name, (_, is_closed) in before.items() if not is_closed} == {host(2)}
