@@ -166,7 +166,7 @@ class Cluster:
                     os.kill(pid, signal.SIGKILL)
 
     def start(self) -> None:
-        """Start the run, or resume it. Its first workers are forked (forks.py)."""
+        """Start the run, or resume it. Its workers are forked (forks.py)."""
         allow(self.folder, self.start_with)
         self.process = subprocess.Popen(self.command, env=self.env,
                                         cwd=self.folder, start_new_session=True,

@@ -3,8 +3,8 @@
 Cluster → driver → the product's shim (driver/standby_shim.py) → here, in the place of a standby's
 monitor → a worker, in a process of its own
 
-A whole run of the tests starts a thousand workers. Their imports were half of its work. Those with
-which a run begins are forked; a newcomer boots (`allow`).
+A whole run of the tests starts a thousand workers. Their imports were half of its work. A newcomer
+waits as long as a boot takes (`allow`), without work.
 
 What always holds:
 1. A worker is forked before its script's first line. It has a session, an environment, a folder and
@@ -13,6 +13,8 @@ What always holds:
    If not, the command is run as it is.
 3. Addresses, and with them the order of a set of objects, differ from worker to worker, as they do
    in processes that boot.
+4. A worker runs what its script has left for the end: threads, and functions of atexit. It then
+   ends at once. The objects of torch are not taken down, which is a fourth of its work.
 
 No bench uses it, unless a test runs the bench. No test uses it that starts a run in another way
 than by `Cluster`.
@@ -22,11 +24,12 @@ from __future__ import annotations
 
 import ast
 import atexit
-import ctypes
 import gc
+import importlib.machinery
 import importlib.util
 import os
 import random
+import runpy
 import selectors
 import signal
 import socket
@@ -34,7 +37,9 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -56,6 +61,9 @@ EACH = ("import horovod.torch, numpy, rich.progress",
         "elastic_trainer.setup.target")
 COSTLY = ("elastic_trainer.adapters", "lightning", "peft", "torchmetrics", "transformers")
 """Packages whose imports take another second of a core, or several."""
+BOOT_S = 3.0
+"""What a newcomer waits. A boot takes 1.5 s on a quiet machine of two cores, and 5 beside the
+tests."""
 ANSWER_S = 5.0
 """The time in which a shim must go on. The others wait meanwhile."""
 OF_A_DRIVER = ALLOCATOR | HASH_SEED | FAULTHANDLER
@@ -83,10 +91,10 @@ def forked(command: Sequence[str | Path], folder: Path) -> dict[str, str]:
 
 
 def allow(folder: Path, count: int) -> None:
-    """Let the next processes of this folder be forked, so many. Those after them boot: that a
-    newcomer comes after some steps, and not at once, is what tests of a death wait for."""
+    """Let the next processes of this folder begin at once, so many. Those after them begin when
+    they would have booted: that a newcomer comes after some steps is what tests of a death need."""
     if (folder / "forks").is_dir():
-        (folder / "forks" / "left").write_text(str(count))
+        (folder / "forks" / "at_once").write_text(str(count))
 
 
 def script_of(command: Sequence[str]) -> Path | None:
@@ -139,6 +147,7 @@ class Place:
     environment: dict[str, str]
     streams: list[int]
     """Standard input, output and error."""
+    wait_s: float
 
 
 class Server:
@@ -220,19 +229,18 @@ class Server:
 
 
 def place_of(shim: socket.socket, environment: int, *streams: int) -> Place | None:
-    """Return the place of a shim. None: no more may be forked there, or a variable differs that is
-    read at a start."""
+    """Return the place of a shim. None: a variable differs that is read at a start."""
     credentials = shim.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     process = Path("/proc", str(struct.unpack("3i", credentials)[0]))
     # python -S -I standby_shim.py python …
     command = (process / "cmdline").read_text().split("\0")[5:-1]
-    place = Place(command, os.readlink(process / "cwd"), read_environment(environment), [*streams])
-    left = Path(place.folder, "forks", "left")
-    count = int(left.read_text())
-    if count == 0 or at_start(place.environment) != at_start(os.environ):
+    folder, values = os.readlink(process / "cwd"), read_environment(environment)
+    if at_start(values) != at_start(os.environ):
         return None
-    left.write_text(str(count - 1))
-    return place
+    at_once = Path(folder, "forks", "at_once")
+    count = int(at_once.read_text())
+    at_once.write_text(str(max(count - 1, 0)))
+    return Place(command, folder, values, [*streams], 0.0 if count else BOOT_S)
 
 
 def at_start(environment: Mapping[str, str]) -> dict[str, str]:
@@ -258,23 +266,52 @@ def become(place: Place) -> NoReturn:
     os.closerange(3, 4096)
     os.environ.clear()
     os.environ.update(place.environment)
+    time.sleep(place.wait_s)
     write_name(place.environment)
     shift_addresses()
     sys.modules["numpy"].random.seed()  # Python's own begins anew by itself
     script, *arguments = place.command
     sys.orig_argv[:] = [sys.executable, script, *arguments]
     sys.path.remove(str(Path(__file__).parent))
-    # As Python begins: what is raised is shown without a frame of ours.
-    python, libc = ctypes.pythonapi, ctypes.CDLL(None)
     if script == "-m":
         module, *arguments = arguments
         sys.argv[:], sys.path[0] = ["-m", *arguments], place.folder
-        code = f"import runpy; runpy._run_module_as_main({module!r})"
-        sys.exit(-python.PyRun_SimpleStringFlags(code.encode(), None))
+        end(partial(runpy._run_module_as_main, module))  # type: ignore[attr-defined]
     sys.argv[:], sys.path[0] = [script, *arguments], str(Path(script).parent)
-    libc.fopen.restype = ctypes.c_void_p
-    file = ctypes.c_void_p(libc.fopen(script.encode(), b"rb"))
-    sys.exit(-python.PyRun_SimpleFileExFlags(file, script.encode(), 1, None))
+    end(partial(run_script, script))
+
+
+def run_script(script: str) -> None:
+    """Run a file as the main module."""
+    main = vars(sys.modules["__main__"])
+    for name in [*main]:
+        if not name.startswith("__"):
+            del main[name]
+    loader = importlib.machinery.SourceFileLoader("__main__", script)
+    main |= {"__file__": script, "__cached__": None, "__loader__": loader}
+    exec(compile(Path(script).read_bytes(), script, "exec"), main)
+
+
+def end(runs: Callable[[], object]) -> NoReturn:
+    """Run this and what it has left for the end, and end with its exit code."""
+    code: object = 0
+    try:
+        runs()
+    except SystemExit as left:
+        code = left.code
+    except BaseException as error:
+        code, trace = 1, error.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next  # as Python begins: without a frame of ours
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((code or 0) & 255)
 
 
 def shift_addresses() -> None:

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster import DEADLINE_S, is_running
-from forks import OF_A_DRIVER, allow, forked
+from forks import BOOT_S, OF_A_DRIVER, allow, forked
 from waiting import until
 
 from elastic_trainer.driver.standby_shim import through_shim
@@ -20,7 +21,7 @@ from elastic_trainer.driver.standby_shim import through_shim
 SCRIPT = '''
 if False:
     import quick_boot
-import json, os, random, signal, sys
+import atexit, json, os, random, signal, sys, threading, time
 open("seen.json", "w").write(json.dumps({
     "argv": sys.argv, "orig_argv": sys.orig_argv, "name": __name__, "file": __file__,
     "path": sys.path, "cwd": os.getcwd(), "environment": dict(os.environ),
@@ -36,18 +37,20 @@ def ends(how):
     if how == "waits":
         signal.pause()
     sys.exit({"returns": None, "exits": 7, "says": "a text"}[how])
+atexit.register(print, "at the end")
+threading.Thread(target=lambda: (time.sleep(0.1), print("of a thread"))).start()
 ends(sys.argv[1])
 '''
 
 
-def started(folder: Path, how: str, forks: bool, left: int = 1,
+def started(folder: Path, how: str, forks: bool, at_once: int = 1,
             **more: str) -> subprocess.Popen[str]:
     """Start the script, in a fork or as it is."""
     (folder / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(folder / "script.py"), how]
     env = OF_A_DRIVER | os.environ | {"PYTHONUNBUFFERED": "1"}
     env |= (forked(command, folder) if forks else {}) | more
-    allow(folder, left)
+    allow(folder, at_once)
     return subprocess.Popen(through_shim(command, env, is_local=True), env=env, cwd=folder,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -100,11 +103,16 @@ def test_a_fork_ends_with_its_shim_and_takes_its_signals(tmp_path: Path) -> None
     until(lambda: not is_running(pid))
 
 
-@pytest.mark.parametrize(("left", "more"), [(1, {"OMP_NUM_THREADS": "3"}), (0, {})])
-def test_a_script_boots_when_a_variable_differs_or_no_more_are_forked(
-        tmp_path: Path, left: int, more: dict[str, str]) -> None:
-    """Of the variables that are read at a start. The shim then runs the command as it is."""
-    process = started(tmp_path, "returns", True, left, **more)
+def test_a_script_boots_when_a_variable_differs_that_is_read_at_a_start(tmp_path: Path) -> None:
+    """The shim then runs the command as it is."""
+    process = started(tmp_path, "returns", True, OMP_NUM_THREADS="3")
     assert process.wait(DEADLINE_S) == 0
     found = seen(tmp_path)
     assert found["pid"] == process.pid and not found["torch"]
+
+
+def test_a_newcomer_begins_as_late_as_one_that_boots(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    process = started(tmp_path, "returns", True, at_once=0)
+    assert process.wait(DEADLINE_S) == 0
+    assert seen(tmp_path)["torch"] and time.monotonic() - begun >= BOOT_S
