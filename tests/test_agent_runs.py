@@ -22,7 +22,7 @@ from elastic_trainer.discovery.client import AgentUnreachable, ask, read_key
 
 Twin = Callable[..., str]
 ROOT = Path(__file__).resolve().parent.parent
-JOB = ("--steps", "130", "--step-s", "0.35", "--checkpoint-every", "5")
+JOB = ("--steps", "90", "--step-s", "0.5", "--checkpoint-every", "5")
 FOUR = ("a-1", "b-1", "c-1", "d-1")
 
 

@@ -504,7 +504,7 @@ def test_an_agent_imports_none_of_the_clouds_libraries(tmp_path: Path) -> None:
 # ---- the story ----
 
 
-JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
+JOB = ("--steps", "140", "--step-s", "0.5", "--checkpoint-every", "5")
 THREE = ["h1", "h2", "h3"]
 
 

@@ -115,9 +115,9 @@ def test_images_are_read_from_cifars_files_and_from_folders(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(("example", "arguments", "at"), [
-    ("images", ("--steps", "10", "--width", "8", "--global-batch", "32", "--loader", "1",
-                "--precision", "bf16", "--evaluate-every", "5 steps"), 3),
-    ("gan", ("--steps", "40"), 10),
+    ("images", ("--steps", "6", "--width", "8", "--global-batch", "16", "--loader", "1",
+                "--precision", "bf16", "--evaluate-every", "3 steps"), 2),
+    ("gan", ("--steps", "20"), 5),
     ("keras_digits", ("--steps", "12", "--global-batch", "32"), 3)])
 def test_no_bit_of_an_example_is_another_when_a_worker_dies(
         tmp_path: Path, example: str, arguments: tuple[str, ...], at: int) -> None:

@@ -36,7 +36,7 @@ from elastic_trainer.events.log import EVENTS_FILE
 Twin = Callable[..., str]
 ROOT = DEPLOY.parent
 DISCOVER = Path(elastic_trainer.discovery.__file__).with_name("__main__.py")
-JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
+JOB = ("--steps", "140", "--step-s", "0.5", "--checkpoint-every", "5")
 """More than a minute, unless `Fleet.finish` ends it earlier."""
 UNAVAILABLE = {"request_limit": "(RequestLimitExceeded)", "internal": "(Unknown)",
                "rubbish": "KeyError"}

@@ -22,8 +22,8 @@ from s3_servers import Unavailable
 from waiting import wait_for
 
 Twin = Callable[..., str]
-SHORT_JOB = ("--steps", "160", "--step-s", "0.35", "--checkpoint-every", "10")
-JOB = ("--steps", "220", "--step-s", "0.35", "--checkpoint-every", "10")
+SHORT_JOB = ("--steps", "110", "--step-s", "0.5", "--checkpoint-every", "10")
+JOB = ("--steps", "150", "--step-s", "0.5", "--checkpoint-every", "10")
 LONG_JOB = ("--steps", "800", "--step-s", "0.35", "--checkpoint-every", "10")
 """More than the story needs, unless the machine is slow: `finish` ends it."""
 LARGE = ("torch", "numpy")

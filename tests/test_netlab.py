@@ -38,7 +38,7 @@ Twin = Callable[..., str]
 FOUR = ["h1", "h2", "h3", "h4"]
 THREE = FOUR[:3]
 STORE = f"s3://{s3_servers.BUCKET}/lab"
-JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
+JOB = ("--steps", "140", "--step-s", "0.5", "--checkpoint-every", "5")
 """Two minutes and more, if nobody says that the story is over (`Fleet.finish`)."""
 
 

@@ -17,7 +17,7 @@ from waiting import wait_for
 
 Twin = Callable[..., str]
 FOUR = ["h1", "h2", "h3", "h4"]
-JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
+JOB = ("--steps", "140", "--step-s", "0.5", "--checkpoint-every", "5")
 """Two minutes and more, if nobody says that the story is over (`Fleet.finish`)."""
 
 

@@ -28,7 +28,7 @@ from elastic_trainer.views.verify import verify
 HOSTS = ("localhost", "127.0.0.1", "127.1", "127.0.1")
 """Four names of this machine that Horovod takes for four hosts, without ssh."""
 FIFTH = "0x7f.1"
-STEPS = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "10")
+STEPS = ("--steps", "140", "--step-s", "0.5", "--checkpoint-every", "10")
 
 
 @pytest.mark.usefixtures("turn")

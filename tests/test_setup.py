@@ -107,7 +107,7 @@ def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is
             f"{sys.prefix} is not what deploy/install.sh makes of this folder (tests/run sees to "
             f"it)"
         )
-    command = [str(ROOT / "horovodrun_elastic.sh"), "demo", "--steps", "40", "--standby",
+    command = [str(ROOT / "horovodrun_elastic.sh"), "demo", "--steps", "20", "--standby",
                "0", "--runs-dir", str(tmp_path)]
     shown, killed = list[str](), 0
     with subprocess.Popen([*command, "--run", "small"], env=os.environ | env, cwd=tmp_path,
@@ -127,10 +127,10 @@ def test_the_first_commands_last_line_is_the_undisturbed_hash_though_a_worker_is
     assert shown[-1] == alone.stdout.splitlines()[-1]
     result = json.loads((tmp_path / "small" / "result.json").read_text())
     assert shown[-1] == f"weights {result['weights_sha256']}"
-    assert (result["finished"], result["steps"], result["attempts"]) == (True, 40, 1)
+    assert (result["finished"], result["steps"], result["attempts"]) == (True, 20, 1)
     gone = [(e["pid"], e["exit_code"])
             for e in read_events(tmp_path / "small") if e["event"] == "driver.worker_gone"]
     assert [one for one in gone if one[1] != 0] == [(killed, -9)]
     proof = subprocess.run([sys.executable, "-m", "elastic_trainer", "verify", "small"],
                            cwd=tmp_path, capture_output=True, text=True)
-    assert proof.returncode == 0 and "in 40 of 40 steps" in proof.stdout, proof.stdout
+    assert proof.returncode == 0 and "in 20 of 20 steps" in proof.stdout, proof.stdout

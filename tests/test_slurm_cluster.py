@@ -17,7 +17,7 @@ from slurm_lab import ROOT, Slurm, SlurmFleet
 from waiting import wait_for
 
 Twin = Callable[..., str]
-JOB = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
+JOB = ("--steps", "140", "--step-s", "0.5", "--checkpoint-every", "5")
 MEDIUM = ("--steps", "600", "--step-s", "0.35", "--checkpoint-every", "5")
 LONG = ("--steps", "2000", "--step-s", "0.35", "--checkpoint-every", "5")
 THREE = ["h1", "h2", "h3"]

@@ -53,7 +53,7 @@ print("out", flush=True)
 print("err", file=sys.stderr, flush=True)
 THEN
 """
-JOB_STEPS = ("--steps", "200", "--step-s", "0.35", "--checkpoint-every", "5")
+JOB_STEPS = ("--steps", "140", "--step-s", "0.5", "--checkpoint-every", "5")
 """Slow, so that a standby finds idle cores to boot on, until the story is over (`hurry`). The lab's
 other tests have the same twin."""
 WAITS = ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nopen('waits', 'w')\n"
