@@ -266,8 +266,8 @@ def become(place: Place) -> NoReturn:
     os.closerange(3, 4096)
     os.environ.clear()
     os.environ.update(place.environment)
-    time.sleep(place.wait_s)
     write_name(place.environment)
+    time.sleep(place.wait_s)
     shift_addresses()
     sys.modules["numpy"].random.seed()  # Python's own begins anew by itself
     script, *arguments = place.command
