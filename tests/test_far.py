@@ -318,7 +318,7 @@ def test_a_far_run_has_its_workers_as_they_were_and_the_age_of_the_copy_once(
         shown.console.print(shown.picture())
         assert isinstance(shown.console.file, io.StringIO)
         terminal = shown.console.file.getvalue()
-        assert all(terminal.count(fact) == 4 for fact in facts), terminal
+        assert all(terminal.count(f" {fact} ") == 4 for fact in facts), terminal
         copied = re.findall(r"phase: (\d+) s ago \(the bucket's copy\)", terminal)
         assert len(copied) == 1 and 20 <= int(copied[0]) < 50
 
