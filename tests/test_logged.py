@@ -60,7 +60,8 @@ def test_nothing_that_follows_an_evaluation_is_another_when_the_first_worker_and
         result = cluster.assert_nothing_lost(alone["weights"], victims=1)
         opened = {(e["attempt"], e["worker"].split("/")[0])
                   for e in cluster.events("worker.logger_opened") if e["logger"] == "Csv"}
-        assert not cluster.events("worker.logger_failed"), cluster.story()
+        failed = [e["error"] for e in cluster.events("worker.logger_failed")]
+        assert not failed, "\n".join(failed)
     assert result["steps"] == int(alone["steps"]) and result["attempts"] == 2
     best = int(alone["best"].split()[1]) + 1
     kept = kept_of(cluster.run_dir / "checkpoints")  # and one that was compared before

@@ -3,6 +3,8 @@ slows or ends a run."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster import TESTS
 from logged import Series, of_csv, of_mlflow, of_tensorboard, of_wandb
 from test_evaluation import HELD_OUT, found
 from test_loop import Ears, built, mse, trained
@@ -160,6 +163,25 @@ def test_a_step_that_mlflow_has_in_part_is_completed(
     series = of_mlflow(tmp_path / "mlruns")
     for name, value in rows_of_run[0].values.items():
         assert sorted(series[name]) == [(step, value) for step in range(4)], name
+
+
+def test_a_logger_goes_on_after_a_death_at_any_change_of_its_files(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow read no run of a folder in which a worker had died while it made one."""
+    kinds = ("csv", "tensorboard", "mlflow")
+    for package in kinds[1:]:
+        pytest.importorskip(package)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    subprocess.run([sys.executable, str(TESTS / "jobs" / "dying_logger.py"), str(tmp_path), *kinds],
+                   check=True)
+    for kind in kinds:
+        deaths = [*(tmp_path / kind).iterdir()]
+        assert len(deaths) > 8, kind
+        for folder in deaths:
+            series = KINDS[kind][1](folder)
+            found = {name: sorted(series[name]) for name in ("train/loss", "train/more")}
+            assert found == {"train/loss": [(step, float(step)) for step in range(4)],
+                             "train/more": [(2, 2.0), (3, 2.0)]}, folder
 
 
 @pytest.mark.parametrize("left", (6, 7))

@@ -9,17 +9,23 @@ What always holds:
    run has gone back and does it again.
 3. A store in a folder takes a request value by value, so a worker that dies may leave a part of a
    step there. The next one adds what is lacking.
+4. Such a store reads no run beside a torn one. What a worker has torn when it died is mended before
+   the store is read (`mend`).
 
 mlflow-skinny suffices. It has the store in a folder, and the client of a tracking server.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from elastic_trainer.host.modes import replace_whole
 from elastic_trainer.loggers.row import Row, Run, require_package
 from elastic_trainer.wire.redact import redacted
 
@@ -28,6 +34,8 @@ MOST = 500
 """The most numbers of one request. A tracking server takes 1000."""
 STEP_METRIC = "train/loss"
 """The number that each row has. It is sent last, and tells which steps MLflow has whole."""
+WRITTEN_S = 2.0
+"""A file that is empty for longer is not just being written."""
 _ODD = re.compile(r"[^\w\-. /:]")
 """What MLflow does not allow in a name."""
 
@@ -65,15 +73,16 @@ class MLflow:
         self._client = client = MlflowClient(tracking_uri=self._uri)
         known = client.get_experiment_by_name(self._experiment)
         experiment = known.experiment_id if known else client.create_experiment(self._experiment)
+        if folder := _folder(client.tracking_uri):
+            mend(folder / experiment, client.get_experiment(experiment).artifact_location)
         found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1)
-        if found:
-            self._run_id = found[0].info.run_id
+        its = found[0] if found else client.create_run(
+            experiment, run_name=run.name or None, tags={TAG: run.id})
+        self._run_id = its.info.run_id
+        if its.info.status != "RUNNING":
             client.update_run(self._run_id, status="RUNNING")
-        else:
-            made = client.create_run(experiment, run_name=run.name or None, tags={TAG: run.id})
-            self._run_id = made.info.run_id
-            for name, value in run.config.items():
-                client.log_param(self._run_id, name, value)
+        for name in run.config.keys() - its.data.params.keys():
+            client.log_param(self._run_id, name, run.config[name])
         had = client.get_metric_history(self._run_id, STEP_METRIC)
         self._lacking = max((metric.step for metric in had), default=-1) + 1
         return self._lacking
@@ -108,3 +117,57 @@ class MLflow:
         if self._run_id:
             self.flush()
             self._client.set_terminated(self._run_id)
+
+
+def _folder(uri: str) -> Path | None:
+    """Return the folder of a store; None if it is none."""
+    from mlflow.utils import file_utils
+    from mlflow.utils import uri as uris
+
+    files: Any = file_utils  # they have no types
+    kinds: Any = uris
+    return Path(files.local_file_uri_to_path(uri)) if kinds.is_local_uri(uri) else None
+
+
+def mend(experiment: Path, artifacts: str) -> None:
+    """Take away, or write again, what killed workers have torn in an experiment of a folder.
+
+    `artifacts`: where the experiment has those of its runs.
+
+    Source: mlflow 3.17, store/tracking/file_store.py. Each file, also a newer meta.yaml, is created
+    first and then written at once. A new run has its meta.yaml before its tags.
+    """
+    mended = _mended(experiment, artifacts)
+    while any(time.time() - file.stat().st_mtime < WRITTEN_S for file in mended):
+        time.sleep(WRITTEN_S / 10)
+        mended = _mended(experiment, artifacts)
+    for file, text in mended.items():
+        if text:
+            replace_whole(file, text)
+        else:
+            file.unlink()
+
+
+def _mended(experiment: Path, artifacts: str) -> dict[Path, str]:
+    """Return each torn file, and the text that it must have; "" if it must go."""
+    mended = {}
+    for meta in experiment.glob("*/meta.yaml"):
+        run, tags = meta.parent, meta.with_name("tags")
+        if not any(tag.stat().st_size for tag in tags.glob("*")):
+            mended[meta] = ""  # MLflow gives each run a tag with its name: this one was being made
+        elif not meta.stat().st_size:
+            name = tags / "mlflow.runName"
+            mended[meta] = json.dumps({  # it is YAML, too
+                "artifact_uri": f"{artifacts}/{run.name}/artifacts", "end_time": None,
+                "experiment_id": experiment.name, "lifecycle_stage": "active", "run_id": run.name,
+                "run_name": name.read_text() if name.is_file() else run.name,
+                "start_time": round(1000 * tags.stat().st_mtime), "status": 1,
+                "user_id": "unknown"})
+        mended |= {file: "" for file in _files(run / "params") if not file.stat().st_size}
+        mended |= {file: text[:text.rfind("\n") + 1] for file in _files(run / "metrics")
+                   if not (text := file.read_text()).endswith("\n")}
+    return mended
+
+
+def _files(folder: Path) -> list[Path]:
+    return [file for file in folder.rglob("*") if file.is_file()]
