@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from test_state import bytes_of, trained
 from waiting import wait_for
 
 from elastic_trainer.events.schema import misfit
-from elastic_trainer.state.checkpoints.checkpoint import PARTS, Part, Plan, parts_of
+from elastic_trainer.state.checkpoints.checkpoint import PARTS, Part, Plan, Share, parts_of
 from elastic_trainer.state.checkpoints.commit_log import CommitLog
 from elastic_trainer.state.checkpoints.run_checkpoints import Checkpoints
-from elastic_trainer.state.checkpoints.upload import LONGEST_REST_S, rest_s
+from elastic_trainer.state.checkpoints.upload import LONGEST_REST_S, SnapshotMemory, rest_s
+from elastic_trainer.state.holders import Site
 from elastic_trainer.state.live_state import LiveState
+from elastic_trainer.state.shards import Shards
 from elastic_trainer.state.stores.by_url import open_store
 from elastic_trainer.state.stores.store import (
     FolderStore,
@@ -36,7 +39,7 @@ from elastic_trainer.state.stores.store import (
     prove_put_if_absent,
 )
 from elastic_trainer.state.values.forms import CannotKeep
-from elastic_trainer.state.values.layout import LayoutError
+from elastic_trainer.state.values.layout import LayoutError, pack
 
 SMALL = Plan(part_bytes=100)
 
@@ -1011,7 +1014,7 @@ def test_a_value_that_cannot_be_kept_ends_the_training_when_the_checkpoint_begin
     fleet = begun(tmp_path)
     worker, state = fleet.first()
     state.optimizer.state[next(state.model.parameters())]["odd"] = object()
-    worker.memory.prepare(state, 1)
+    worker.memory.prepare(state, 0, 1)
     with pytest.raises(CannotKeep, match=r"state/0\.weight/odd holds a object"):
         worker.begin(state, 0, 1)
     worker.begin(state, 0, 1, is_alone=True)
@@ -1026,14 +1029,40 @@ def test_memory_for_a_share_is_made_before_it_is_needed(tmp_path: Path) -> None:
         del fleet.workers[size:], fleet.states[size:]
         fleet.size = size
         rooms = []
-        for worker, state in fleet.pairs():
-            worker.memory.prepare(state, size)
+        for rank, (worker, state) in enumerate(fleet.pairs()):
+            worker.memory.prepare(state, rank, size)
             assert worker.memory.coming
             rooms.append(worker.memory.coming.result(60).pieces[0].data_ptr())
         fleet.publish()
         assert [worker.memory.room.pieces[0].data_ptr() for worker in fleet.workers] == rooms
         assert all(worker.memory.coming is None for worker in fleet.workers)
     assert Fleet(tmp_path, steps=0).restore() == [5]
+
+
+@pytest.mark.parametrize("part_bytes", (3000, 1 << 14, 1 << 20))
+def test_memory_for_a_share_of_a_sharded_optimizer_is_made_before_it_is_needed(
+        part_bytes: int) -> None:
+    """It was made for the same part of what this worker has, which is less than what it owns and
+    its part of the weights."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(20, 20) for _ in range(6)))
+    states = [LiveState(model, torch.optim.Adam(model.parameters())) for _ in range(3)]
+    for rank, state in enumerate(states):
+        model(torch.ones(1, 20)).sum().backward()
+        state.optimizer.step()
+        state.shards = shards = Shards(model, state.optimizer, 1)
+        shards.place(rank, [Site(host) for host in range(3)], [set(range(len(shards.blocks)))] * 3)
+        shards.keep(shards.mine)
+    texts = [pack(state.shards.entries(state.shards.owned)._asdict()).header.decode()
+             for state in states if state.shards]
+    for rank, state in enumerate(states):
+        assert state.shards
+        memory, share = SnapshotMemory(part_bytes), Share(1, started=0.0, moved=0.0, lineage=1)
+        memory.prepare(state, rank, 3)
+        assert memory.coming
+        room = memory.coming.result(60)
+        everyone = state.shards.everyone(SimpleNamespace(size=3, gather_texts=lambda text: texts))
+        memory.copy(state.packed(entries=everyone), share, rank, 3, state.shards.owner_at)
+        assert memory.room is room and sum(map(len, share.pieces.values())) <= room.bytes
 
 
 def test_a_worker_that_waits_makes_a_checkpoint_step_by_step(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_memory_is_pinned_once_and_piece_by_piece(device: FakeDevice) -> None:
 
     state = on(device, (8, 16))
     memory = SnapshotMemory(1000, pin)
-    memory.prepare(state, 1)
+    memory.prepare(state, 0, 1)
     packed = state.packed()
     small = sum(one.nbytes for one in packed.tensors if one.device.type != "cpu"
                 and one.is_contiguous() and one.nbytes < 1000)
@@ -196,7 +196,7 @@ def test_memory_is_pinned_once_and_piece_by_piece(device: FakeDevice) -> None:
         from_checkpoint(memory, state.packed())
         assert packed.payload_bytes <= sum(pinned) - 2500 <= packed.payload_bytes + small
     before = list(pinned)
-    memory.prepare(state, 1)
+    memory.prepare(state, 0, 1)
     from_checkpoint(memory, state.packed())
     assert pinned == before
 

@@ -282,7 +282,7 @@ class Checkpointing:
         checkpoints.known.receive(control.published)
         if not self._has_room:
             self._has_room = True
-            checkpoints.memory.prepare(self.state, world.size)
+            checkpoints.memory.prepare(self.state, world.rank, world.size)
         if news := news_of(control, world.size):
             self._act(checkpoints, news, world)
         if control.change_waits:  # for what is on its way to the store

@@ -27,7 +27,7 @@ from elastic_trainer.state.checkpoints.checkpoint import UPLOAD_S, Emit, Part, P
 from elastic_trainer.state.checkpoints.commit_log import Damaged
 from elastic_trainer.state.checkpoints.publish import Known, Publisher
 from elastic_trainer.state.checkpoints.restore import Restore, asked_again, withdraw
-from elastic_trainer.state.checkpoints.upload import SnapshotMemory, Upload
+from elastic_trainer.state.checkpoints.upload import SnapshotMemory, Upload, owners_of
 from elastic_trainer.state.live_state import LiveState, own_tensors
 from elastic_trainer.state.shards import Entries
 from elastic_trainer.state.stores.store import Store, StoreUnavailable
@@ -152,7 +152,7 @@ class Checkpoints:
                 raise StoreUnavailable("the upload before it still holds the memory")
             with no_search_for_cycles():
                 self.memory.copy(packed, share, rank, size,
-                                 *([state.shards.owner_at] if entries and state.shards else []))
+                                 *owners_of(state, size if entries else 1))
             state.copying = share.copying
             self._emit_not_pinned()
             share.facts, share.moved = state.facts(), time.monotonic()

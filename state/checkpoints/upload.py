@@ -76,8 +76,8 @@ class SnapshotMemory:
         self._layout: Any = None
         """Of the tensors for which these are."""
 
-    def prepare(self, state: LiveState, size: int) -> None:
-        """Make room for the next share beside the training, in a world of this size.
+    def prepare(self, state: LiveState, rank: int, size: int) -> None:
+        """Make room for this rank's next share beside the training, in a world of this size.
 
         To be called after a step: the optimizer has its state then. If it fails, `copy` makes the
         room itself, or raises what is wrong.
@@ -86,7 +86,10 @@ class SnapshotMemory:
             return
         try:
             packed = state.packed(absent=state.frozen.expected())
-            need = self.share_bytes(packed.payload_bytes, size)
+            cuts = cuts_of(packed, self.part_bytes, *owners_of(state, size))
+            need = self.most_bytes(cuts, rank, size)
+            if any(cut.owner is not None for cut in cuts):  # then parts end where an owner's do
+                need += need // 8 + min(self.part_bytes, need * 3 // 4)
             if not _fits(self.room, need):
                 maker = ThreadPoolExecutor(1, "room")
                 self._is_awaited.clear()
@@ -95,10 +98,12 @@ class SnapshotMemory:
         except Exception:  # no thread, or a value that cannot be kept
             self.coming = None
 
-    def share_bytes(self, total: int, size: int) -> int:
-        """Return the number of bytes that a worker's share has at most."""
-        count = -(-total // self.part_bytes)
-        return min(total, -(-count // size) * self.part_bytes)
+    def most_bytes(self, cuts: Sequence[Cut], rank: int, size: int) -> int:
+        """Return the number of bytes that a worker's share has at most, if its parts fill the
+        pieces."""
+        own = sum(cut.stop - cut.start for cut in cuts if cut.owner == rank)
+        dealt = [cut.stop - cut.start for cut in cuts if cut.owner is None]
+        return own + min(sum(dealt), -(-len(dealt) // size) * self.part_bytes)
 
     def copy(self, packed: Packed, share: Share, rank: int, size: int,
              owner_at: Callable[[str], int | None] = lambda place: None) -> None:
@@ -113,11 +118,10 @@ class SnapshotMemory:
             packed.header, packed.payload_bytes, len(cuts))
         mine = [(index, cut) for index, cut in enumerate(cuts)
                 if (index % size if cut.owner is None else cut.owner) == rank]
+        mine.sort(key=lambda pair: pair[1].start - pair[1].stop)  # short ones share a piece
         devices = devices_of(packed.tensors)
         places, need = placed([cut for _, cut in mine], self.part_bytes)
-        if all(cut.owner is None for cut in cuts):  # then the share has the most that one can have
-            need = self.share_bytes(packed.payload_bytes, size)
-        self._make_room(need, bool(devices))
+        self._make_room(max(need, self.most_bytes(cuts, rank, size)), bool(devices))
         for (index, cut), (piece, at) in zip(mine, places, strict=True):
             share.pieces[index] = self.room.pieces[piece][at : at + cut.stop - cut.start]
             share.starts[index] = cut.start
@@ -174,6 +178,11 @@ class SnapshotMemory:
         for piece in made.pieces if made.not_pinned or not devices else ():
             piece.zero_()  # the kernel gives memory at its first use; pinned memory is there
         return made
+
+
+def owners_of(state: LiveState, size: int) -> list[Callable[[str], int | None]]:
+    """Return what `cuts_of` is to know of the owners of parts: nothing, if one worker has all."""
+    return [state.shards.owner_at] if state.shards and size > 1 else []
 
 
 def placed(cuts: Sequence[Cut], piece_bytes: int) -> tuple[list[tuple[int, int]], int]:

@@ -120,16 +120,8 @@ class Attributes:
                 if name not in self._left_out and not is_code(value)}
 
     def _note_built(self) -> None:
-        def note(place: str, value: Any, owner: Any) -> bool:
-            if not bears(value) and not is_code(value):
-                inner = Walk(kept.nodes, kept.storages, note, OF_TORCH)
-                self._built[place] = inner.describe(value, place)
-                self._holders[place] = owner
-                self._classes |= inner.classes
-                self._opaque |= _marked(inner.left, kept)
-            return True
-
         kept = self._kept()
+        note = functools.partial(self._note, kept)
         walk = Walk(kept.nodes, kept.storages, note, OF_TORCH)
         for name, owner in self._owners.items():
             for attribute, value in self._own(owner).items():
@@ -137,6 +129,18 @@ class Attributes:
                 walk.describe(value, place)
         self._classes |= walk.classes
         self._opaque |= _marked(walk.left, kept)
+
+    def _note(self, kept: Kept, place: str, value: Any, owner: Any) -> bool:
+        """Note a value without tensors. True: a walk looks into it."""
+        if not bears(value) and not is_code(value):
+            # No function of its own: one that names itself is a cycle, and would hold what the
+            # optimizer keeps of all parameters until Python searches for cycles.
+            inner = Walk(kept.nodes, kept.storages, functools.partial(self._note, kept), OF_TORCH)
+            self._built[place] = inner.describe(value, place)
+            self._holders[place] = owner
+            self._classes |= inner.classes
+            self._opaque |= _marked(inner.left, kept)
+        return True
 
     # --- as values --------------------------------------------------------------------------------
 

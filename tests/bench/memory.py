@@ -6,7 +6,9 @@ Eight workers train with weights in 16 bits, AdamW with masters, sharded gradien
 one micro-batch each: a model of 33 layers (1/100 of 7 billion parameters) and one of 11. From the
 peaks of the worker that needs most follow the bytes a parameter, and what does not grow with the
 model (imports, buffers of Horovod, buckets). The last line is one JSON object with both, and with
-the GB that 7 billion parameters need (bar 45): when the model is built, and when it trains.
+the GB that 7 billion parameters need (bar 45): when the model is built, and when it trains, without
+the memory for the copy of a checkpoint, which a GPU has on its host (`room`). `process_gb` is with
+it: what a worker on a CPU needs.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import bench
 from cluster import Cluster
 
 PARAMETERS, LAYERS = 7e9, (11, 33)
-TO_THE_SYSTEM = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+TO_THE_SYSTEM = {"MALLOC_MMAP_MAX_": "1000000", "MALLOC_MMAP_THRESHOLD_": "131072",
+                 "MALLOC_TRIM_THRESHOLD_": "131072"}
 """glibc gives freed memory back at once, so that a peak has what is in use."""
 
 
@@ -32,11 +35,13 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         with Cluster(its, hosts=options.workers, command=bench.job(
                 "large.py", str(layers), str(options.steps), str(its))) as cluster:
             assert cluster.wait(bench.LIMIT_S) == 0, cluster.story()
-        for name in ("parameters", "built", "trained"):
-            peaks.setdefault(name, []).append(
-                max(int(file.read_text()) for file in its.glob(f"{name}-*")))
-    less, more = peaks["parameters"]
-    for name in ("built", "trained"):
+        read = {name: {file.suffix: int(file.read_text()) for file in its.glob(f"{name}.*")}
+                for name in ("parameters", "built", "process", "room")}
+        read["trained"] = {pid: peak - read["room"][pid] for pid, peak in read["process"].items()}
+        for name, numbers in read.items():
+            peaks.setdefault(name, []).append(max(numbers.values()))
+    less, more = peaks.pop("parameters")
+    for name in peaks:
         low, high = peaks[name]
         each = (high - low) / (more - less)
         fixed = high - each * more

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from elastic_trainer import Trainer
+from elastic_trainer.state.checkpoints.upload import SnapshotMemory
 
 WIDTH = 420
 
@@ -23,6 +25,13 @@ def memory(name: str) -> int:
     line = next(one for one in Path("/proc/self/status").read_text().splitlines()
                 if one.startswith(name))
     return int(line.split()[1]) << 10
+
+
+def room() -> int:
+    """Return the bytes in which this worker copies its share of a checkpoint. On a GPU's worker
+    they are pinned memory of the host."""
+    (memory,) = [one for one in gc.get_objects() if isinstance(one, SnapshotMemory)]
+    return memory.coming.result().bytes if memory.coming else memory.room.bytes
 
 
 class Layer(torch.nn.Module):
@@ -56,8 +65,8 @@ for step in trainer:
         step.backward(model(x.bfloat16()).float().square().mean())
     if step.number == 1:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    elif step.number + 1 == steps:  # before the last checkpoint, whose copy is the host's
+    elif step.number + 1 == steps:
         numbers = {"parameters": sum(p.numel() for p in model.parameters()), "built": built,
-                   "trained": memory("VmHWM")}
+                   "process": memory("VmHWM"), "room": room()}
         for name, count in numbers.items():
-            (folder / f"{name}-{os.getpid()}").write_text(str(count))
+            (folder / f"{name}.{os.getpid()}").write_text(str(count))
