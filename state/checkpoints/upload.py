@@ -187,13 +187,14 @@ def owners_of(state: LiveState, size: int) -> list[Callable[[str], int | None]]:
 
 def placed(cuts: Sequence[Cut], piece_bytes: int) -> tuple[list[tuple[int, int]], int]:
     """Return where each part lies, in memory of pieces of a length, and the bytes of all pieces."""
-    places, piece, used = list[tuple[int, int]](), 0, 0
+    places, piece, end = list[tuple[int, int]](), 0, 0
     for cut in cuts:
-        if used + cut.stop - cut.start > piece_bytes:
-            piece, used = piece + 1, 0
-        places.append((piece, used))
-        used += -(-(cut.stop - cut.start) // ALIGNED) * ALIGNED
-    return places, piece * piece_bytes + min(used, piece_bytes)
+        at, size = -(-end // ALIGNED) * ALIGNED, cut.stop - cut.start
+        if at + size > piece_bytes:
+            piece, at = piece + 1, 0
+        places.append((piece, at))
+        end = at + size
+    return places, piece * piece_bytes + end
 
 
 def _fits(room: HostMemory, need: int) -> bool:
