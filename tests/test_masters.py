@@ -4,6 +4,7 @@ every world, through resumes and restarts, with a sharded optimizer, too."""
 from __future__ import annotations
 
 import copy
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -543,3 +544,34 @@ def test_a_checkpoint_of_masters_resumes_sharded_and_whole(
     assert verify(cluster.run_dir).is_proved
     result = json.loads((cluster.run_dir / "result.json").read_text())
     assert (result["weights_sha256"], result["steps"]) == (twin, 24)
+
+
+@pytest.mark.parametrize("options", [{}, PRECISION, {"shard": "optimizer"},
+                                     {**PRECISION, "shard": "gradients"}], ids=str)
+def test_no_tensor_waits_for_a_search_for_cycles(monkeypatch: pytest.MonkeyPatch,
+                                                 options: dict[str, Any]) -> None:
+    """Its memory would stay until Python searches, also after a generation that broke."""
+    left = list[Any]()
+
+    def collect(step: Any) -> None:
+        if step.number == 4:
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            gc.collect()
+            gc.set_debug(0)
+            left.extend(one for one in gc.garbage if isinstance(one, torch.Tensor))
+            gc.garbage.clear()
+
+    def run(rank: int) -> str:
+        model = models[rank]
+        return loop(trainer_of(model, adamw(model), listeners=[Fault(("step.voted", 2))]
+                               if rank == 1 else [], **options), model,
+                    after=collect if rank == 1 else lambda step: None)
+
+    models = [built() for _ in range(3)]
+    gc.collect()
+    gc.disable()
+    try:
+        assert len({*in_a_breaking_world(monkeypatch, 3, run)}) == 1
+    finally:
+        gc.enable()
+    assert left == []
