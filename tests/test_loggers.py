@@ -20,7 +20,18 @@ from test_loop import Ears, built, mse, trained
 from test_trainer import Model, in_a_breaking_world, trainer_of
 
 from elastic_trainer import ConfigError
-from elastic_trainer.loggers import Csv, Logger, MLflow, Row, Run, TensorBoard, WandB, rows, writer
+from elastic_trainer.loggers import (
+    Csv,
+    Logger,
+    MLflow,
+    Row,
+    Run,
+    TensorBoard,
+    WandB,
+    mlflow_run,
+    rows,
+    writer,
+)
 from elastic_trainer.loggers.writer import Writer
 from elastic_trainer.wire.redact import redacted
 
@@ -182,6 +193,22 @@ def test_a_logger_goes_on_after_a_death_at_any_change_of_its_files(
             found = {name: sorted(series[name]) for name in ("train/loss", "train/more")}
             assert found == {"train/loss": [(step, float(step)) for step in range(4)],
                              "train/more": [(2, 2.0), (3, 2.0)]}, folder
+
+
+def test_a_run_of_the_users_own_in_the_same_experiment_stays_as_it_is(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setattr(mlflow_run, "WRITTEN_S", 0.0)
+    client = MlflowClient(tracking_uri=str(tmp_path / "mlruns"))
+    run = client.create_run(client.create_experiment("elastic-trainer")).info.run_id
+    client.log_param(run, "notes", "")
+    client.log_metric(run, "loss", 1.0)
+    before = client.get_run(run).to_dictionary()
+    written(MLflow(str(tmp_path / "mlruns")), RUN, range(2), 0.0)
+    assert client.get_run(run).to_dictionary() == before
 
 
 @pytest.mark.parametrize("left", (6, 7))

@@ -143,9 +143,9 @@ def mend(experiment: Path, artifacts: str) -> None:
         mended = _mended(experiment, artifacts)
     for file, text in mended.items():
         if text:
-            replace_whole(file, text)
+            replace_whole(file, text + "\n")
         else:
-            file.unlink()
+            file.unlink(missing_ok=True)
 
 
 def _mended(experiment: Path, artifacts: str) -> dict[Path, str]:
@@ -163,11 +163,19 @@ def _mended(experiment: Path, artifacts: str) -> dict[Path, str]:
                 "run_name": name.read_text() if name.is_file() else run.name,
                 "start_time": round(1000 * tags.stat().st_mtime), "status": 1,
                 "user_id": "unknown"})
-        mended |= {file: "" for file in _files(run / "params") if not file.stat().st_size}
-        mended |= {file: text[:text.rfind("\n") + 1] for file in _files(run / "metrics")
-                   if not (text := file.read_text()).endswith("\n")}
+        if (tags / TAG).is_file():  # a user's own run may have a parameter without text
+            mended |= {file: "" for file in _files(run / "params") if not file.stat().st_size}
+        mended |= {file: file.read_text().rpartition("\n")[0] for file in _files(run / "metrics")
+                   if _is_torn(file)}
     return mended
 
 
 def _files(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file()]
+
+
+def _is_torn(metric: Path) -> bool:
+    """True if a file does not end with a whole line."""
+    with open(metric, "rb") as content:
+        content.seek(max(0, metric.stat().st_size - 1))
+        return content.read() != b"\n"
