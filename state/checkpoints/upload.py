@@ -88,7 +88,8 @@ class SnapshotMemory:
             packed = state.packed(absent=state.frozen.expected())
             cuts = cuts_of(packed, self.part_bytes, *owners_of(state, size))
             need = self.most_bytes(cuts, rank, size)
-            if any(cut.owner is not None for cut in cuts):  # then parts end where an owner's do
+            if any(cut.owner is not None for cut in cuts):
+                # Parts end where an owner's tensors do, and leave gaps. `_fits` allows the double.
                 need += need // 8 + min(self.part_bytes, need * 3 // 4)
             if not _fits(self.room, need):
                 maker = ThreadPoolExecutor(1, "room")
