@@ -193,6 +193,9 @@ def test_a_logger_goes_on_after_a_death_at_any_change_of_its_files(
             found = {name: sorted(series[name]) for name in ("train/loss", "train/more")}
             assert found == {"train/loss": [(step, float(step)) for step in range(4)],
                              "train/more": [(2, 2.0), (3, 2.0)]}, folder
+            modes = {file.stat().st_mode for file in (folder / "mlruns").rglob("*")
+                     if file.is_file()}
+            assert len(modes) == (kind == "mlflow"), folder  # whoever reads one reads all
 
 
 def test_a_run_of_the_users_own_in_the_same_experiment_stays_as_it_is(

@@ -71,10 +71,11 @@ class MLflow:
         from mlflow import MlflowClient  # here: it takes 1 s
 
         self._client = client = MlflowClient(tracking_uri=self._uri)
-        known = client.get_experiment_by_name(self._experiment)
-        experiment = known.experiment_id if known else client.create_experiment(self._experiment)
+        known = client.get_experiment_by_name(self._experiment) or client.get_experiment(
+            client.create_experiment(self._experiment))
+        experiment = known.experiment_id
         if folder := _folder(client.tracking_uri):
-            mend(folder / experiment, client.get_experiment(experiment).artifact_location)
+            mend(folder / experiment, known.artifact_location)
         found = client.search_runs([experiment], f"tags.`{TAG}` = '{run.id}'", max_results=1)
         its = found[0] if found else client.create_run(
             experiment, run_name=run.name or None, tags={TAG: run.id})
@@ -143,7 +144,7 @@ def mend(experiment: Path, artifacts: str) -> None:
         mended = _mended(experiment, artifacts)
     for file, text in mended.items():
         if text:
-            replace_whole(file, text + "\n")
+            replace_whole(file, text + "\n", opener=None)  # with the mode of MLflow's own files
         else:
             file.unlink(missing_ok=True)
 

@@ -53,7 +53,7 @@ def die(folder: Path, change: int, has_changed: bool) -> None:
         seen += 1
         if seen == change:
             if has_changed and event == "open":
-                os.open(facts[0], facts[2])
+                os.open(facts[0], facts[2], 0o666)
             elif has_changed:
                 with suppress(FileExistsError):
                     os.mkdir(facts[0])
